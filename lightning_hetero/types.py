@@ -319,6 +319,11 @@ class ModelCost:
         if not self.layers:
             raise ValueError("ModelCost.layers is empty: a pipeline needs at least one layer")
 
+    @property
+    def parts(self) -> tuple[LayerCost, ...]:
+        """All of it, in order."""
+        return (self.before, *self.layers, self.head)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:

@@ -97,8 +97,8 @@ def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str
             "stale.decide",
         ),
         (  # between folders, though no file imports itself that way
-            "stale/runtime/memory/hyper_parameters.py",
-            "from lightning_hetero.stale.runtime.work import watch",
+            "stale/runtime/messages.py",
+            "from lightning_hetero.stale.runtime.work import single_samples",
             "stale.runtime",
         ),
     ],

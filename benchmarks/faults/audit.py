@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.faults.cases import Case
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 
 _MOST = 5  # violations of one run that are worth reading
 

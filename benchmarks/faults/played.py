@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.faults.world import Process, World
-from lightning_hetero.base.elastic import admission, groups, start
+from lightning_hetero.base.elastic import admission, groups
 from lightning_hetero.transport import groups as processes
 
 if TYPE_CHECKING:
@@ -154,6 +154,6 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         mock.patch.object(groups, "compat", lightning),
         mock.patch.object(admission, "dist", distributed),
         mock.patch.object(admission, "compat", lightning),
-        mock.patch.object(start, "time", time),
+        mock.patch.object(admission, "time", time),
     ):
         yield

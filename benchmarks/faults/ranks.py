@@ -31,7 +31,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.runtime.processes.start import Address
+from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.chunk import Chunk
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Reply, Say
@@ -274,10 +274,9 @@ class Rank:
         optimizer = simulation.optimizer(model)
         link = MemoryLink(simulation.wires, self.number, self.process)
         session.worker = worker = Worker(
-            link, simulation.layout, [model], (), [optimizer], overlap=False, tell=self.told.append
+            link, simulation.layout, [model], list, [optimizer], overlap=False, tell=self.told.append
         )
         link.sign_of_life()
-        worker.attach()
         worker.pull()
         if invitation is not None:
             self.members.joining = False

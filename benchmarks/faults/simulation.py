@@ -27,11 +27,11 @@ from benchmarks.faults.ranks import Lobby, Rank, model_of
 from benchmarks.faults.wires import Delays, MemoryListener, Store, Wires
 from benchmarks.faults.world import EndlessError, Process, World
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes import start
-from lightning_hetero.stale.runtime.processes.start import serve
+from lightning_hetero.stale.runtime import start
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.stale.runtime.start import serve
 
 _MOST_EVENTS = 50_000
 
@@ -92,7 +92,9 @@ class Simulation:
         optimizer = self.optimizer(model)
         self.layout = FlatLayout.of([("ledger", model)], optimizers=[optimizer])
         self.area = torch.zeros(self.layout.bytes, dtype=torch.uint8)
-        self.layout.adopt(self.area, [model])
+        (view,) = self.layout.views(self.area)
+        view.copy_(model.detach())
+        model.data = view
         self.wires = Wires(
             self.world, Delays(self.draw, case.slow_messages, case.long_s), ranks=range(case.ranks),
             slot_bytes=self.layout.slot_bytes, parameter_bytes=self.layout.bytes, note=self.note, point=self.point,
@@ -101,7 +103,7 @@ class Simulation:
         self.store = Store(self.wires, self._is_here)
         self.listener = MemoryListener(self.wires, lambda: self.draw.random() * case.lag_s)
         self.server = ParameterServer(
-            layout=self.layout, area=self.area, optimizers=[optimizer], optimizer_parameters=[[0]],
+            layout=self.layout, area=self.area, parameters=[model], optimizers=[optimizer],
             listener=self.listener,
             coordinator=Coordinator(policy, workers=range(case.ranks), ahead=case.ahead, liveness_s=LIVENESS_S),
             divide_by=1.0, shards=1,

@@ -6,7 +6,7 @@ part of the FLOPs times what a scenario says a sample takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.demo import VOCABULARY, CausalBlock, encode, topics_text
-from lightning_hetero.pipeline.runtime.measure.layers import Example, LayerTrial, Times, layer_costs
-from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
+from lightning_hetero.pipeline.runtime.measure.layers import Observed, observe
+from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, state_copies, trained_bytes
+from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 OPTIMIZER = torch.optim.Adam
@@ -162,21 +163,36 @@ def parameters_of(model: str) -> list[tuple[int, float]]:
     return [(i, float(p.numel() * p.element_size())) for i, part in enumerate(parts) for p in part.parameters()]
 
 
-def _adam_bytes(parameters: Sequence[nn.Parameter]) -> float:
-    return 2.0 * tensor_bytes(parameters)
+def _flops(layer: nn.Module, value: Tensor) -> tuple[float, float]:
+    """Returns the FLOPs of forward and backward."""
+    with FlopCounterMode(display=False) as forward:
+        output = layer(value)
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    return float(forward.get_total_flops()), float(backward.get_total_flops())
 
 
-def _flops(trial: LayerTrial, samples: int) -> Times:
-    """Returns the FLOPs of forward and backward, in the place of seconds."""
-
-    def job() -> Times:
-        with FlopCounterMode(display=False) as forward:
-            output = trial.forward()
-        with FlopCounterMode(display=False) as backward:
-            trial.backward(output)
-        return float(forward.get_total_flops()), float(backward.get_total_flops())
-
-    return trial.run(job)
+def _counted(layers: Sequence[nn.Module], example: Tensor, copies: Mapping[int, int]) -> list[LayerCost]:
+    """Returns the layers' costs, with FLOPs in the place of seconds."""
+    sizes, flops, kept = (2, 8), [list[tuple[float, float]]() for _ in layers], list[Observed]()
+    for samples in sizes:
+        value, held, kept = example[:samples].detach().requires_grad_(example.requires_grad), [], []
+        for layer, found in zip(layers, flops, strict=True):
+            found.append(_flops(layer, value.clone()))
+            kept.append(observe(layer, value, lambda layer, value: layer(value), held))
+            value, held = kept[-1].value, kept[-1].held
+    return [
+        LayerCost(
+            name=f"layers.{i}",
+            forward=fit_affine(sizes, [forward for forward, _ in found]),
+            backward=fit_affine(sizes, [backward for _, backward in found]),
+            param_bytes=trained_bytes(layer),
+            state_bytes=state_bytes(layer, copies),
+            activation_bytes=seen.kept_bytes / sizes[-1],
+            output_bytes=seen.output_bytes / sizes[-1],
+        )
+        for i, (layer, found, seen) in enumerate(zip(layers, flops, kept, strict=True))
+    ]
 
 
 def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
@@ -188,17 +204,11 @@ def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
         fixed_s: of a micro-batch besides, likewise [s].
     """
     net = make(model)
+    copies = state_copies(net.configure_optimizers())
     inputs = dataset(model, 8).tensors[0]
     example = net.before(inputs).detach()
     example.requires_grad_(bool(trained_bytes(net.before)))
-    names = [f"layers.{i}" for i in range(len(net.layers))]
-    layers = [*net.layers, net.head]
-    examples = {n: Example(example[:n]) for n in (2, 8)}
-    costs = layer_costs(layers, examples, _flops, names=[*names, "head"], device=torch.device("meta"))
-    counted = [
-        replace(cost, param_bytes=trained_bytes(layer), state_bytes=state_bytes(layer, _adam_bytes))
-        for layer, cost in zip(layers, costs, strict=True)
-    ]
+    counted = _counted([*net.layers, net.head], example, copies)
     total = sum(cost.forward.per_sample_s + cost.backward.per_sample_s for cost in counted)
 
     def scaled(cost: AffineCost) -> AffineCost:
@@ -208,13 +218,13 @@ def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
     *layers, head = (
         replace(cost, forward=scaled(cost.forward), backward=scaled(cost.backward)) for cost in counted
     )
-    per_sample_bytes = tensor_bytes([example]) / len(example)
+    per_sample_bytes = example.nbytes / len(example)
     before = LayerCost(
         name="before",
         forward=AffineCost(fixed_s=0.0, per_sample_s=0.0),
         backward=AffineCost(fixed_s=0.0, per_sample_s=0.0),
         param_bytes=trained_bytes(net.before),
-        state_bytes=state_bytes(net.before, _adam_bytes),
+        state_bytes=state_bytes(net.before, copies),
         activation_bytes=per_sample_bytes,
         output_bytes=per_sample_bytes,
     )

@@ -218,9 +218,7 @@ def _makespan_s(case: Case, model: ModelCost, group: GroupPlan, policy: str) -> 
 def _loads(case: Case, model: ModelCost, pipes: Sequence[Pipe]) -> tuple[float, ...]:
     if len(pipes) < 2:
         return (0.0,) * case.world_size
-    problem = Problem(
-        model, case.cluster, case.global_batch, (1,), overlap=True, depth="per_link", sync_overlap=0.0
-    )
+    problem = Problem(model, case.cluster, case.global_batch, (1,))
     return tuple(sync_loads_s(problem, pipes).tolist())
 
 

@@ -5,66 +5,17 @@ The inputs are theirs: speeds, or times by batch size. What is compared is what 
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import AffineCost
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PiecewiseLinearCost:
-    """Linear between knots, e.g. a GPU: flat below saturation, then linear (LB-BSP, "pairwise-linear").
-
-    Left of the first knot the first value holds; right of the last knot the last slope goes on.
-
-    Args:
-        samples: knots [samples], strictly increasing, at least two.
-        seconds_at: time at each knot [s], non-decreasing.
-
-    Raises:
-        ValueError: fewer than two knots, or knots out of order.
-    """
-
-    samples: tuple[float, ...]
-    seconds_at: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        n = len(self.samples)
-        if n < 2 or n != len(self.seconds_at):
-            raise ValueError(
-                f"PiecewiseLinearCost needs two or more knots and as many times, got {n} and {len(self.seconds_at)}"
-            )
-        if any(b <= a for a, b in zip(self.samples, self.samples[1:], strict=False)):
-            raise ValueError(f"PiecewiseLinearCost.samples must increase strictly, got {self.samples}")
-        if self.seconds_at[0] < 0 or any(
-            b < a for a, b in zip(self.seconds_at, self.seconds_at[1:], strict=False)
-        ):
-            raise ValueError(
-                f"PiecewiseLinearCost.seconds_at must be >= 0 and never decrease, got {self.seconds_at}"
-            )
-
-    def seconds(self, samples: float) -> float:
-        if samples <= self.samples[0]:
-            return self.seconds_at[0]
-        i = min(bisect_right(self.samples, samples), len(self.samples) - 1)
-        x0, x1, y0, y1 = self.samples[i - 1], self.samples[i], self.seconds_at[i - 1], self.seconds_at[i]
-        return y0 + (samples - x0) * (y1 - y0) / (x1 - x0)
-
-    def most_samples(self, deadline_s: float) -> float:
-        if deadline_s < self.seconds_at[0]:
-            return -math.inf
-        i = min(bisect_right(self.seconds_at, deadline_s), len(self.samples) - 1)
-        x0, x1, y0, y1 = self.samples[i - 1], self.samples[i], self.seconds_at[i - 1], self.seconds_at[i]
-        if y1 == y0:  # only past the last knot of a flat end: never gets slower
-            return math.inf
-        return x0 + (deadline_s - y0) * (x1 - x0) / (y1 - y0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,9 +94,12 @@ _LBB_STEPS = 98  # of an epoch: 50,000 images by 512
 
 
 def _lbb() -> Setup:
-    samples = tuple(map(float, _LBB_SIZES))
-    costs = tuple(PiecewiseLinearCost(samples=samples, seconds_at=tuple(ms / 1e3 for ms in card)) for card in _LBB_MS)
-    assert all(a <= b for card in _LBB_MS for a, b in pairwise(card))
+    def line(card: tuple[float, ...]) -> AffineCost:  # of the least relative errors
+        seconds = np.array(card) / 1e3
+        per_sample_s, fixed_s = np.polyfit(_LBB_SIZES, seconds, 1, w=1.0 / seconds)
+        return AffineCost(fixed_s=float(fixed_s), per_sample_s=float(per_sample_s))
+
+    costs = tuple(map(line, _LBB_MS))
     return Setup(cluster=equal_cluster(4), costs=costs, exchange_s=_LBB_EXCHANGE_S, global_batch=512, min_samples=2)
 
 

@@ -30,7 +30,7 @@ class BruteForce:
     Args:
         model, cluster, samples: the problem.
         sizes: of full micro-batches; the last one of a group may be smaller.
-        overlap, depth, sync_overlap: as in `place`.
+        depth: as in `place`.
     """
 
     def __init__(
@@ -40,12 +40,9 @@ class BruteForce:
         samples: int,
         sizes: Sequence[int],
         *,
-        overlap: bool = True,
         depth: DepthRule = "per_link",
-        sync_overlap: float = 0.0,
     ) -> None:
         self._model, self._cluster, self._samples, self._sizes = model, cluster, samples, sizes
-        self._overlap, self._sync_overlap = overlap, sync_overlap
         self._depth: DepthRule = depth
         self._capped = any(math.isfinite(device.mem_bytes) for device in cluster.devices)
         self._layers: dict[int, Layers] = {}
@@ -107,9 +104,7 @@ class BruteForce:
             if size not in self._layers:
                 self._layers[size] = layers_of(self._model, size)
             layers = self._layers[size]
-            chain = chain_of(
-                layers, self._cluster, ranks, micro_batches=count, overlap=self._overlap, depth=self._depth
-            )
+            chain = chain_of(layers, self._cluster, ranks, micro_batches=count, depth=self._depth)
             of = times(chain, cuts)
             self._seen[key] = fitting_periods(chain, cuts, of), of.bottleneck_s, of.fill_s
         return self._seen[key]
@@ -149,7 +144,7 @@ class BruteForce:
             round_s = size / n / slowest + max(link.latency_s for link in links)
             for rank in owners:
                 busy_s[rank] += 2 * (n - 1) * round_s if size > 0.0 else 0.0
-        return max(busy_s.values()) * (1.0 - self._sync_overlap)
+        return max(busy_s.values())
 
 
 def _groupings(ranks: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:

@@ -31,7 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
     ", equal cuts": {"equal": True},
     ", caps": {"caps": 1.3},
     ", caps, low memory": {"caps": 1.3, "depth": "low_memory"},
-    ", blocking transfers": {"overlap": False},
 }
 CUT_BYTES = 0.005  # the largest; a quarter of what a layer keeps on average
 
@@ -65,10 +64,8 @@ def chain(
             activation_bytes=activations.tolist(),
         ),
         devices=[Device(name=f"d{i}", speed=f, mem_bytes=cap) for i, (f, cap) in names],
-        links=links[1:devices],
-        back=links[devices + 1 :],
-        loop=links[0],
-        loop_back=links[devices],
+        links=[*links[1:devices], links[0]],
+        back=[*links[devices + 1 :], links[devices]],
         **{"micro_batches": 4 * devices, **keywords},
     )
 

@@ -27,9 +27,8 @@ from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
+from lightning_hetero.lightning_compat.strategies import follow, hand_over
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.fit.plan.planning import carried_by
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
@@ -45,7 +44,7 @@ _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
 }
 
 
-class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
+class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     """Chooses the engine: the user's step is tried on all devices before training, and the planner decides.
 
     From then on ``trainer.strategy`` is the engine, an instance of its class, and nothing of this one is in the way;
@@ -110,10 +109,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
 
     def goes_on_without_a_rank(self) -> bool:
         chosen = self._chosen
-        return isinstance(chosen, TolerantDDPStrategy) and chosen.goes_on_without_a_rank()
-
-    def can_lose_ranks(self) -> bool:
-        return False  # the process group is made before there is an engine, for the fastest of them
+        return chosen is not None and chosen.goes_on_without_a_rank()
 
     def begin(self, trainer: Trainer) -> NoReturn:
         raise AssertionError("an engine begins the run")
@@ -189,28 +185,26 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
     ) -> Choice:
         loader: Any = compat.train_source(trainer)
         indexed = [loader] if isinstance(loader, DataLoader) else []
-        if why := own_data_in(indexed, self.shared.own_data, trainer, channel):
-            refused = {**dict.fromkeys(set(self.engines) - {"balanced"}, why), **refused}
+        if own := own_data_in(indexed, self.shared.own_data, trainer, channel):
+            refused = {**dict.fromkeys(set(self.engines) - {"balanced"}, own), **refused}
         able = [name for name in self.engines if name not in refused]
-        if len(able) < 2:
-            return without_measuring(self.engines, refused, "no other is in question")
         batch = self.shared.global_batch_size or (getattr(loader, "batch_size", None) or 0) * self.world_size
+        why = "" if module.automatic_optimization else "with manual optimization a step cannot be tried"
         if not batch:
-            return without_measuring(self.engines, refused, "the train loader does not tell the size of its batches")
-        if not module.automatic_optimization:
-            return without_measuring(self.engines, refused, "with manual optimization a step cannot be tried")
+            why = "the train loader does not tell the size of its batches"
+        if len(able) < 2:
+            why = "no other is in question"
+        if why:
+            return without_measuring(self.engines, refused, why)
         if isinstance(self.precision_plugin, HalfPrecision):  # its context expects it
             self.precision_plugin.convert_module(module)
         warm_up = WarmUp(
+            strategy=self,
             module=module,
             loader=loader,
-            device=self.root_device,
-            to_device=self.batch_to_device,
-            context=self.precision_plugin.train_step_context,
             channel=channel,
             global_batch=batch,
             scenario=self._scenario,
-            carried=carried_by(self),
             layers="pipeline" in able,
             budget_s=self.warm_up_s,
         )
@@ -224,13 +218,11 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
 
     def _agreed(self, channel: SideChannel, setup: Setup, refused: Mapping[str, str]) -> Choice:
         """Returns rank 0's choice: others may round otherwise."""
-        told: Choice | ValueError | None = None
-        if channel.rank == 0:
-            try:
-                told = choose(setup, self.engines, refused)
-            except ValueError as error:
-                told = error
-        answer = channel.all_gather_object(told)[0]
+        try:
+            mine: Choice | ValueError = choose(setup, self.engines, refused)
+        except ValueError as error:
+            mine = error
+        answer = channel.all_gather_object(mine)[0]
         if isinstance(answer, ValueError):
             raise answer
         return answer

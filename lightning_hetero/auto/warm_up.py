@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
-from lightning_hetero.pipeline.fit.plan.planning import Carried
+from lightning_hetero.pipeline.fit.plan.planning import carried_by
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
@@ -50,28 +50,22 @@ class WarmUp:
     """What is needed to try a module before it trains.
 
     Attributes:
+        strategy: which moves batches, and in whose context a training step runs.
         module: whole, as it will be trained.
         loader: the user's train loader.
-        device: this rank's.
-        to_device: moves a batch, with all hooks of the user.
-        context: of a training step, e.g. autocast.
         channel: of all ranks.
         global_batch: samples of all ranks per update.
         scenario: emulation in force.
-        carried: what training carries messages with, and computes in.
         layers: whether the layers are to be measured, too, where that may be of use.
         budget_s: aimed-at time of the series [s].
     """
 
+    strategy: HeteroStrategy[Any]
     module: LightningModule
     loader: object
-    device: torch.device
-    to_device: Callable[[Any], Any]
-    context: Callable[[], AbstractContextManager[Any]]
     channel: SideChannel
     global_batch: int
     scenario: Scenario | None
-    carried: Carried
     layers: bool
     budget_s: float
 
@@ -84,14 +78,12 @@ class WarmUp:
         rank, ranks = self.channel.rank, self.channel.world_size
         whole = self._together(lambda: self._measured(self._rehearsal(divided=False)))
         cost, share = whole_step(whole[rank]), -(-self.global_batch // ranks)
-        slowness: tuple[float, ...]
         if self.scenario is not None and self.scenario.emulated:
             cost, slowness = _emulated(self.scenario, rank, share)
         else:
             slowness = self._slowness(whole[rank])
             if self.scenario is not None:  # real work, stretched
-                slower = 1.0 / self.scenario.speed(rank, 0)
-                cost = cost.times(slower)
+                cost = cost.times(1.0 / self.scenario.speed(rank, 0))
         costs: list[AffineCost] = self.channel.all_gather_object(cost)
         series: list[tuple[float, ...]] = self.channel.all_gather_object(slowness)
         cluster = self._cluster([costs[0].seconds(share) / max(c.seconds(share), 1e-9) for c in costs])
@@ -106,7 +98,7 @@ class WarmUp:
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)
         wire_s = 2.0 * (ranks - 1) / ranks * setup.param_bytes() / slowest
-        short = any(most is not None and most < share for most in setup.most_samples())
+        short = any(most < share for most in setup.most_samples())
         if self.layers and (short or wire_s > _WIRE * max(c.seconds(share) for c in costs)):
             setup = replace(setup, model=_scaled(self._by_layers(whole[0]), costs[0], share))
         return setup
@@ -129,11 +121,11 @@ class WarmUp:
             module=self.module,
             backbone=find_layers(self.module, None) if divided else whole,
             found=True,
-            device=self.device,
+            device=self.strategy.root_device,
             loader=self.loader,
             optimizers=(),
-            to_device=self.to_device,
-            context=self.context,
+            to_device=self.strategy.batch_to_device,
+            context=self.strategy.precision_plugin.train_step_context,
         )
 
     def _measured(self, rehearsal: Rehearsal) -> ModelCost:
@@ -153,7 +145,7 @@ class WarmUp:
         """Returns the time of a sum of so many float32 over all ranks, nobody being late [s]."""
         if not size:
             return 0.0
-        data, times_s = torch.zeros(size, device=self.device), []
+        data, times_s = torch.zeros(size, device=self.strategy.root_device), []
         for _ in range(1 + _SUMS):
             dist.barrier(self.channel.group)
             began_s = time.perf_counter()
@@ -165,12 +157,9 @@ class WarmUp:
     def _cluster(self, speeds: list[float]) -> Cluster:
         """Returns the devices and links, with the speeds that the user's step shows."""
         level = [1.0 if abs(speed - 1.0) < _LEVEL else speed for speed in speeds]
+        group, device, carried = self.channel.group, self.strategy.root_device, carried_by(self.strategy)
         probed = probe_cluster(
-            self.channel.group,
-            self.device,
-            direct=self.carried.direct,
-            communicators=MOST_COMMUNICATORS,
-            dtype=self.carried.dtype,
+            group, device, direct=carried.direct, communicators=MOST_COMMUNICATORS, dtype=carried.dtype
         )
         return override_cluster(probed, speeds=level)
 
@@ -203,5 +192,5 @@ def _scaled(model: ModelCost, cost: AffineCost, samples: int) -> ModelCost:
     factor = cost.seconds(samples) / max(whole_step(model).seconds(samples), 1e-12)
     if abs(factor - 1.0) < 1e-9:
         return model
-    layers = tuple(layer.times(factor) for layer in model.layers)
-    return replace(model, before=model.before.times(factor), layers=layers, head=model.head.times(factor))
+    before, *layers, head = (part.times(factor) for part in model.parts)
+    return ModelCost(layers=tuple(layers), before=before, head=head)

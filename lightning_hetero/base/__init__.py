@@ -8,5 +8,5 @@
 ``checks``    arguments out of range, and error messages that name the cause
 ``setup``     registering names
 ``nodes``     nodes with different numbers of processes
-``metrics``   means of logged values over ranks with batches of different sizes
+``metrics``   what ranks with batches of different sizes reduce and gather
 """

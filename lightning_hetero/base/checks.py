@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 PACKAGE_REFUSAL = (
@@ -139,6 +144,31 @@ def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:
                 f"the ranks are configured differently: {name} is {values}. Start every rank with the same program,"
                 " arguments and package versions"
             )
+
+
+@contextmanager
+def naming_damage(path: Any) -> Iterator[None]:
+    """Inside, a checkpoint is loaded: of a file that is damaged the path is named, and what is wrong.
+
+    Torch does not compare the sums that it has written; bytes that have changed would be trained on.
+
+    Raises:
+        RuntimeError: the file cannot be read.
+    """
+    size = os.path.getsize(path) if os.path.isfile(path) else None  # a folder, or a file elsewhere
+    try:
+        if size is not None and torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                if (part := file.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the bytes of {part} are not those that were written")
+        yield
+    except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        if size is None or isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise RuntimeError(
+            f"the checkpoint {path} ({size} bytes) cannot be read: {type(error).__name__}: {error}. If it is damaged,"
+            " resume from an earlier one"
+        ) from error
 
 
 def name_changed_rows(exception: BaseException, strategy_name: str) -> None:

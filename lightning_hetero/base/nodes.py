@@ -21,7 +21,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from lightning_hetero.cluster.units import tasks_per_node
-from lightning_hetero.lightning_compat.strategies import CheckedSettingsStrategy
+from lightning_hetero.lightning_compat.strategies import LaunchedDDPStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     return Launch(launcher="SLURM", local=local, nodes=len(counts), even=False, binds=True, problem=problem)
 
 
-class UnevenNodesStrategy(CheckedSettingsStrategy):
+class UnevenNodesStrategy(LaunchedDDPStrategy):
     """DDP on nodes with different numbers of devices, started by torchrun or SLURM.
 
     On even nodes Lightning's own check decides. On others ``devices`` must be the node's, or all it has (``"auto"``,

@@ -24,9 +24,10 @@ from lightning_hetero.base.checks import (
     check_flags,
     name_changed_rows,
     name_lost_peer,
+    naming_damage,
 )
-from lightning_hetero.base.gathered import gather_unequal
 from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.metrics import gather_unequal
 from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
@@ -307,7 +308,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return {**checkpoint, CHECKPOINT_KEY: {"format": 1, "engine": self.engine, **state}} if state else checkpoint
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        with naming_damage(checkpoint_path):
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self.take_state(checkpoint)
         return checkpoint
 

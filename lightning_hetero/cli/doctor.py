@@ -19,7 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -48,17 +48,12 @@ from lightning_hetero.measure.device import accelerators, device_of, wheel_archi
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.plan.setup import Setup
 
-_ENVIRON = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_TASKS_PER_NODE",
-    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-)  # fmt: skip
 _MEMORY = Path("/dev/shm")
 
 
 def find_out(asked: argparse.Namespace) -> Facts:
     """Returns the facts, the probe's and the module's included as far as they were asked for."""
-    environ = {name: os.environ[name] for name in _ENVIRON if name in os.environ}
+    environ = dict(os.environ)
     facts = Facts(
         host=_host(),
         network=_network(environ),
@@ -86,7 +81,7 @@ def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
     except Exception as error:  # the user's code may raise anything
         return replace(found, verdict=f"no engine can be recommended, for the module cannot be measured: {error}")
     model, cluster = profile.model, facts.cluster
-    found = replace(found, param_bytes=sum(part.param_bytes for part in (model.before, *model.layers, model.head)))
+    found = replace(found, param_bytes=sum(part.param_bytes for part in model.parts))
     if cluster is None:
         return found
     batch = asked.global_batch or (profile.batch_size or 1) * len(cluster.devices)
@@ -108,55 +103,40 @@ def _host() -> HostFacts:
         shm_bytes=total,
         shm_free_bytes=free,
         start_methods=tuple(multiprocessing.get_all_start_methods()),
-        backends=tuple(
-            name
-            for name in ("gloo", "nccl", "mpi")
-            if dist.is_available() and getattr(dist, f"is_{name}_available")()
-        ),
+        backends=tuple(name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)),
     )
 
 
-def _network(environ: dict[str, str]) -> NetworkFacts:
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    addresses: dict[str, bool] = {}
-    if (address := environ.get("MASTER_ADDR")) is not None:
-        try:
-            socket.getaddrinfo(address, None)
-            addresses[address] = True
-        except OSError:
-            addresses[address] = False
-    return NetworkFacts(interfaces=tuple(names), addresses=addresses, free_ports=_ports(environ))
+def _network(environ: Mapping[str, str]) -> NetworkFacts:
+    address = environ.get("MASTER_ADDR")
+    return NetworkFacts(
+        interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
+        addresses={} if address is None else {address: _resolves(address)},
+        free_ports=_ports(environ),
+    )
+
+
+def _resolves(address: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(address, None))
+    except OSError:
+        return False
 
 
 def _packages() -> list[Package]:
-    wanted = [
-        Package(name="python", installed=platform.python_version(), wanted=">=3.10", fits=sys.version_info >= (3, 10))
-    ]
+    fits = sys.version_info >= (3, 10)
+    found = {"python": Package(name="python", installed=platform.python_version(), wanted=">=3.10", fits=fits)}
     try:
         requirements = [Requirement(text) for text in metadata.requires("lightning-hetero") or ()]
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         requirements = []
-    for requirement in requirements:
-        name = requirement.name
-        if requirement.marker is not None or name in {known.name for known in wanted}:  # of an extra, or named twice
-            continue
-        installed = _version_of(name)
-        wanted.append(
-            Package(
-                name=name,
-                installed=installed,
-                wanted=str(requirement.specifier),
-                fits=installed is not None and requirement.specifier.contains(installed, prereleases=True),
-            )
-        )
-    return [*wanted, Package(name="lightning-hetero", installed=__version__, wanted="", fits=True)]
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    for one in requirements:
+        if one.marker is None:  # else it is of an extra
+            installed = next((d.version for d in metadata.distributions(name=one.name)), None)
+            fits = installed is not None and one.specifier.contains(installed, prereleases=True)
+            package = Package(name=one.name, installed=installed, wanted=str(one.specifier), fits=fits)
+            found.setdefault(one.name, package)
+    return [*found.values(), Package(name="lightning-hetero", installed=__version__, wanted="", fits=True)]
 
 
 def _gpus() -> GpuFacts:
@@ -174,7 +154,6 @@ def _gpus() -> GpuFacts:
                 capability=on.capability(),
                 mem_bytes=on.total_bytes(),
                 free_bytes=free.get(on.identity().removeprefix("GPU-")),
-                identity=on.identity(),
                 computes_bfloat16=on.computes_bfloat16(),
             )
             for on in seen
@@ -197,7 +176,7 @@ def _free_bytes() -> dict[str, float]:
     }
 
 
-def _ports(environ: dict[str, str]) -> dict[str, bool]:
+def _ports(environ: Mapping[str, str]) -> dict[str, bool]:
     """Looks whether MASTER_PORT is free, where ranks are still to be started and the first of them here."""
     port = environ.get("MASTER_PORT")
     if port is None or "RANK" in environ or environ.get("MASTER_ADDR", "localhost") not in ("localhost", "127.0.0.1"):

@@ -8,10 +8,10 @@ stale engine runs with a barrier (``policy="bsp"``), the balanced one with share
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_lay
 ENGINES = ("ddp", "balanced", "stale", "pipeline")
 ALONE = "one process"
 BATCH, SHARES, STEPS, LR = 8, [5, 3], 10, 1e-2
+_AT_A_TIME = 2  # engines
 
 
 def compare_gradients(
@@ -48,33 +49,22 @@ def compare_gradients(
         backbone: see `HeteroPipelineStrategy`.
         engines: of `ENGINES`.
     """
-    found: list[Parity] = []
     with tempfile.TemporaryDirectory() as folder:
         setting: dict[str, Any] = {"module": module, "data": data, "backbone": backbone, "folder": folder}
-        left = [ALONE, *engines]
-        while left:
-            ask = left[:1] if left[0] == ALONE else left
-            problem = ""
+
+        def compared(engine: str) -> Parity:
             try:
-                on_ranks("lightning_hetero.cli.parity", 1 if ask == [ALONE] else 2, {**setting, "engines": ask})
-            except RuntimeError as error:
-                problem = _last_line(str(error))
-            done = _read(folder)
-            found += [Parity(engine=engine, error=done[engine]) for engine in ask if engine in done]
-            missing = [engine for engine in ask if engine not in done]
-            if missing:  # the first of them has failed, and the others are still to come
-                problem = problem or "it ended without a result"
-                found.append(Parity(engine=missing[0], error=math.nan, problem=problem))
-            left = missing[1:] if missing else left[len(ask) :]
-    return tuple(found)
+                ranks = 1 if engine == ALONE else 2
+                error = on_ranks("lightning_hetero.cli.parity", ranks, {**setting, "engine": engine})
+            except RuntimeError as failure:
+                return Parity(engine=engine, error=math.nan, problem=_last_line(str(failure)))
+            return Parity(engine=engine, error=math.nan if error is None else error)
 
-
-def _read(folder: str) -> dict[str, float]:
-    """Returns the differences found so far, by engine."""
-    path = Path(folder) / "found.json"
-    if not path.exists():
-        return {}
-    return {name: math.nan if value is None else value for name, value in json.loads(path.read_text()).items()}
+        alone = compared(ALONE)
+        if alone.problem:
+            return (alone,)
+        with ThreadPoolExecutor(max_workers=_AT_A_TIME) as threads:
+            return (alone, *threads.map(compared, engines))
 
 
 def _last_line(text: str) -> str:
@@ -87,28 +77,20 @@ def _last_line(text: str) -> str:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def _measure(setting: dict[str, Any]) -> None:
-    """Writes each engine's relative difference to the single process; of that one, between two runs."""
-    reference, path = Path(setting["folder"]) / "alone.pt", Path(setting["folder"]) / "found.json"
-    found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {}
-    for engine in setting["engines"]:
-        if engine == ALONE:
-            module, data = load_module(setting["module"]), load_data(setting["data"])
-            samples, collate = before_first_batch(module, data, _first_samples, **_options())
-            alone, moved = (_moved(setting, engine, samples, collate, seed=seed) for seed in (0, 1))
-            torch.save({"samples": samples, "collate": collate, "moved": alone}, reference)
-        else:
-            kept: dict[str, Any] = torch.load(reference, weights_only=False)  # written by this program
-            alone, moved = kept["moved"], _moved(setting, engine, kept["samples"], kept["collate"])
-        if dist.get_rank() == 0:
-            error = _difference(moved, alone)
-            found[engine] = None if math.isnan(error) else error
-            path.write_text(json.dumps(found))
-
-
-def _difference(moved: Tensor, reference: Tensor) -> float:
-    scale = reference.abs().max().item()
-    return (moved - reference).abs().max().item() / scale if scale > 0.0 else math.nan
+def _measure(setting: dict[str, Any]) -> float | None:
+    """Returns the largest difference from the single process, relative to its largest value; None: it is no number."""
+    reference, engine = Path(setting["folder"]) / "reference.pt", setting["engine"]
+    if engine == ALONE:
+        module, data = load_module(setting["module"]), load_data(setting["data"])
+        samples, collate = before_first_batch(module, data, _first_samples, **_options())
+        alone, moved = (_moved(setting, engine, samples, collate, seed=seed) for seed in (0, 1))
+        torch.save({"samples": samples, "collate": collate, "moved": alone}, reference)
+    else:
+        kept: dict[str, Any] = torch.load(reference, weights_only=False)  # written by this program
+        alone, moved = kept["moved"], _moved(setting, engine, kept["samples"], kept["collate"])
+    scale = alone.abs().max().item()
+    error = (moved - alone).abs().max().item() / scale if scale > 0.0 else math.nan
+    return None if math.isnan(error) else error
 
 
 def _first_samples(trainer: Trainer, pl_module: LightningModule) -> tuple[list[Any], Any]:
@@ -150,22 +132,14 @@ def _still(module: LightningModule) -> LightningModule:
         if isinstance(part, _DropoutNd):
             part.p = 0.0
         if isinstance(part, _BatchNorm):
-            kind = type(part)
-            part.__class__ = type(f"Still{kind.__name__}", (_StillMixin, kind), {})
-            part.train(False)
+            part.eval()
+            stays: Any = part
+            stays.train = lambda mode=True: None  # whatever it is told
     return module
 
 
-class _StillMixin(nn.Module):
-    """Stays in evaluation, whatever it is told."""
-
-    def train(self, mode: bool = True) -> Any:
-        del mode
-        return super().train(False)
-
-
 def _flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().cpu().flatten() for p in module.parameters()])
+    return nn.utils.parameters_to_vector(p.detach().double().cpu() for p in module.parameters())
 
 
 def _strategy(engine: str, module: LightningModule, backbone: Any) -> Any:

@@ -21,16 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.ranks import probe_machine
+from lightning_hetero.cli.report import read_run
 from lightning_hetero.cli.summary import format_table
 from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
 from lightning_hetero.pipeline.fit.plan.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, check_engines, plan
-from lightning_hetero.plan.recorded import setup_from_events
+from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import changed, usual_changes
-from lightning_hetero.record import read_events
 from lightning_hetero.types import Cluster
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -52,9 +52,8 @@ def read_setup(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             " measured, formula={kind: transformer, ...} is computed, run=FOLDER was recorded"
         )
     if given.get("run") is not None:
-        folder = Path(str(given["run"]))
-        events = read_events(folder / "events" if (folder / "events").is_dir() else folder)
-        setup, notes = setup_from_events(events, global_batch=given.get("global_batch")), [f"as recorded in {folder}"]
+        run, _ = read_run(str(given["run"]))
+        setup, notes = setup_from_run(run, global_batch=given.get("global_batch")), [f"as recorded in {given['run']}"]
     else:
         setup, notes = _modelled(given)
     prices, exchange_s = given.get("prices"), given.get("exchange_s")
@@ -85,7 +84,7 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             notes.append(f"one layer only: {profile.undivided}")
     else:
         model = model_from_formula(given["formula"])
-        state_bytes = math.fsum(part.state_bytes for part in (model.before, *model.layers, model.head))
+        state_bytes = math.fsum(part.state_bytes for part in model.parts)
         notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(state_bytes)} of state")
     cluster, measured = _cluster(given)
     notes += measured

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.record import read_events
+from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.perfetto import perfetto_of
-from lightning_hetero.report.run import RecordedRun, run_of
 
 REPORT_FILE, TRACE_FILE, RESULT_FILE = "report.html", "perfetto.json", "result.json"
 _TRACES = ("", "events", "hetero")  # where a trace is inside a run's folder

@@ -1,24 +1,22 @@
-"""Events and results as rows and plain-text tables (pure functions).
+"""A run and results as rows and plain-text tables (pure functions).
 
-Steady state here means the last half of each rank's steps: adaptation, caches and start-up are over.
-Times are medians over it, so that one hiccup of the machine does not change the picture.
-
-A step here is one batch of the training loop. Under a strategy whose ranks do not all take part in every batch
-(`BoundedStalenessStrategy`) a rank may have several ``step`` events for one, which add up, or a ``passed`` event for
-one that was made without it, which is a step of 0 samples and tells nothing about times.
+Steady state here means the last half of the steps: adaptation, caches and start-up are over. Times are medians over it,
+so that one hiccup of the machine does not change the picture. Under a strategy whose ranks do not all take part in
+every batch (`BoundedStalenessStrategy`) a step made without a rank is one of 0 samples, and tells nothing about its
+times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from lightning_hetero.types import Event
+from lightning_hetero.record.run import RecordedRun
 
-_STEADY = 0.5  # part of each rank's steps, from the end, that is looked at
+_STEADY = 0.5  # part of the steps, from the end, that is looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,44 +42,33 @@ class RankSummary:
     wait_s: float
 
 
-def summarise_ranks(events: Iterable[Event]) -> list[RankSummary]:
-    """Returns one summary per rank, in order of rank; empty if the events hold no step.
-
-    Args:
-        events: any events; only those of kind ``passed``, and ``step`` with ``samples`` and ``compute_s``, count.
-    """
-    steady = {
-        rank: [step for _, step in sorted(steps.items())][-max(1, math.ceil(_STEADY * len(steps))) :]
-        for rank, steps in sorted(_steps(events).items())
-    }
-    samples = {rank: fmean(step.samples for step in steps) for rank, steps in steady.items()}
-    total = math.fsum(samples.values())
+def summarise_ranks(run: RecordedRun) -> list[RankSummary]:
+    """Returns one summary per rank, in order of rank; empty if no step was measured."""
+    steps = run.steps[-max(1, math.ceil(_STEADY * len(run.steps))) :]
+    total = math.fsum(step.samples for step in steps)
     summaries: list[RankSummary] = []
-    for rank, steps in steady.items():
-        own = [step for step in steps if step.taken_part]
+    for rank in range(run.ranks) if steps else ():
+        own = [turn for step in steps if (turn := step.turns.get(rank)) is not None]
+        samples = math.fsum(turn.samples for turn in own)
         # A step without samples says nothing about the speed: its time is all fixed cost.
-        speeds = [step.samples / step.compute_s for step in own if step.compute_s > 0 and step.samples > 0]
+        speeds = [turn.samples / turn.compute_s for turn in own if turn.compute_s > 0 and turn.samples > 0]
         summaries.append(
             RankSummary(
                 rank=rank,
                 steps=len(steps),
-                samples=samples[rank],
-                share=samples[rank] / total if total > 0 else 0.0,
+                samples=samples / len(steps),
+                share=samples / total if total > 0 else 0.0,
                 samples_per_s=median(speeds) if speeds else None,
-                compute_s=median(step.compute_s for step in own) if own else 0.0,
-                wait_s=median(step.wait_s for step in own) if own else 0.0,
+                compute_s=median(turn.compute_s for turn in own) if own else 0.0,
+                wait_s=median(turn.wait_s for turn in own) if own else 0.0,
             )
         )
     return summaries
 
 
-def mean_global_batch(events: Iterable[Event]) -> float:
-    """Returns the samples of all ranks per step, over the steps the events tell of; 0 if there are none."""
-    batches: dict[tuple[int, int], float] = {}
-    for steps in _steps(events).values():
-        for at, step in steps.items():
-            batches[at] = batches.get(at, 0.0) + step.samples
-    return fmean(batches.values()) if batches else 0.0
+def mean_global_batch(run: RecordedRun) -> float:
+    """Returns the samples of all ranks per measured step; 0 if there are none."""
+    return fmean(step.samples for step in run.steps) if run.steps else 0.0
 
 
 def rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -155,32 +142,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for line in [header, ["-" * width for width in widths], *rows]
     ]
     return "\n".join(lines)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What one rank did in one batch of the loop."""
-
-    samples: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    taken_part: bool = False
-
-
-def _steps(events: Iterable[Event]) -> dict[int, dict[tuple[int, int], _Step]]:
-    """Returns each rank's steps by (epoch, step)."""
-    found: dict[int, dict[tuple[int, int], _Step]] = {}
-    for event in events:
-        measured = event.kind == "step" and "samples" in event.data and "compute_s" in event.data
-        if not measured and event.kind != "passed":
-            continue
-        step = found.setdefault(event.rank, {}).setdefault((event.epoch, event.step), _Step())
-        if measured:
-            step.samples += float(event.data["samples"])
-            step.compute_s += float(event.data["compute_s"])
-            step.wait_s += float(event.data.get("wait_s") or 0.0)
-            step.taken_part = True
-    return found
 
 
 def _varied_overrides(results: Sequence[Mapping[str, Any]]) -> list[str]:

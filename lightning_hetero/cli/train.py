@@ -35,6 +35,7 @@ from lightning_hetero.cli.report import write_report
 from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
+from lightning_hetero.record.run import run_of
 
 RESULT_FILE = "result.json"
 _LOG = logging.getLogger(__name__)
@@ -188,9 +189,9 @@ def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float])
             "nothing was trained; check trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches"
         )
     clocked = json.loads((output_dir / RESULT_FILE).read_text())
-    events = read_events(cfg.paths.events_dir) if Path(cfg.paths.events_dir).is_dir() else []
+    run = run_of(read_events(cfg.paths.events_dir)) if Path(cfg.paths.events_dir).is_dir() else None
     # A trace need not hold every step, so: the mean global batch times the batches trained.
-    samples = round(mean_global_batch(events) * clocked["batches"])
+    samples = 0 if run is None else round(mean_global_batch(run) * clocked["batches"])
     return {
         "job": job_number() or 0,
         "overrides": list(hydra_cfg.overrides.task),
@@ -201,7 +202,7 @@ def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float])
         "samples_per_s": samples / clocked["fit_s"] if samples else None,
         "metric": {"name": cfg.metric.name, "mode": cfg.metric.mode, "value": metrics.get(cfg.metric.name)},
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-        "ranks": [asdict(rank) for rank in summarise_ranks(events)],
+        "ranks": [] if run is None else [asdict(rank) for rank in summarise_ranks(run)],
     }
 
 

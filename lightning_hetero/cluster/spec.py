@@ -17,17 +17,13 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import permutations, product
 from typing import Any, cast
 
-from lightning_hetero.cluster.units import (
-    as_bytes,
-    as_number,
-    as_rate,
-    as_seconds,
-)
+from lightning_hetero.cluster.units import as_bytes, as_number, as_rate, as_seconds
 from lightning_hetero.types import Cluster, Device, Link
 
 _FREE = Link()
@@ -38,15 +34,6 @@ _LINK = ("bandwidth", "latency")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A device, the node it stands in (-1: none), and every name by which ``links`` may call it."""
-
-    device: Device
-    node: int
-    names: frozenset[str]
 
 
 def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
@@ -79,125 +66,125 @@ def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
     given = _mapping("cluster", spec, _SPEC)
     if ("devices" in given) == ("nodes" in given):
         raise ValueError(f"cluster has keys {sorted(given)}: give either devices or nodes")
-    places = _places(given)
-    table = _Table(places)
-    _read_links(given, table)
-    return Cluster(devices=tuple(p.device for p in places), links=table.links())
-
-
-def _places(given: Mapping[str, Any]) -> list[_Place]:
-    numbers: Counter[str] = Counter()  # of names that repeat
+    devices: list[Device] = []
+    inner: list[tuple[str, dict[str, Any], range]] = []  # links inside nodes, by the nodes' ranks
     if "devices" in given:
-        return _devices("devices", given["devices"], numbers, node=-1, prefix="", names=frozenset())
-    places: list[_Place] = []
-    node_numbers: Counter[str] = Counter()
-    nodes = 0
-    for at, entry in _entries("nodes", given["nodes"], _NODE):
-        for name, base in _names(at, entry, "node", node_numbers):
-            prefix, names = f"{name}/", frozenset({name, base})
-            places += _devices(f"{at}.devices", entry.get("devices"), Counter(), node=nodes, prefix=prefix, names=names)
-            nodes += 1
-    return places
-
-
-def _devices(
-    at: str, value: Any, numbers: Counter[str], *, node: int, prefix: str, names: frozenset[str]
-) -> list[_Place]:
-    places: list[_Place] = []
-    for here, entry in _entries(at, value, _DEVICE):
-        speed = as_number(f"{here}.speed", entry.get("speed", 1.0), above=True)
-        mem_bytes = as_bytes(f"{here}.mem", entry.get("mem"))
-        for name, base in _names(here, entry, "device", numbers):
-            device = Device(name=prefix + name, speed=speed, mem_bytes=mem_bytes)
-            places.append(_Place(device, node, names | {base, name, device.name}))
-    return places
-
-
-def _names(at: str, entry: Mapping[str, Any], default: str, numbers: Counter[str]) -> list[tuple[str, str]]:
-    """Returns (name, name without number) for each of the entry's ``count``; a given name without count stays."""
-    base = entry.get("name", default)
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"{at}.name={base!r} must be a text that is not empty")
-    if "name" in entry and "count" not in entry:
-        return [(base, base)]
-    names: list[tuple[str, str]] = []
-    for _ in range(_whole(f"{at}.count", entry.get("count", 1), least=1)):
-        names.append((f"{base}:{numbers[base]}", base))
-        numbers[base] += 1
-    return names
-
-
-class _Table:
-    """Bandwidths [bytes/s] and latencies [s] by (from, to), which exceptions overwrite in turn."""
-
-    def __init__(self, places: Sequence[_Place]) -> None:
-        n = len(places)
-        self.places = places
-        self.bandwidth = [[math.inf] * n for _ in range(n)]
-        self.latency = [[0.0] * n for _ in range(n)]
-
-    def put(self, at: str, values: Mapping[str, Any], pairs: Sequence[tuple[int, int]]) -> None:
-        """Sets what ``values`` names of bandwidth and latency."""
-        if "bandwidth" in values:
-            rate = as_rate(f"{at}.bandwidth", values["bandwidth"])
-            for a, b in pairs:
-                self.bandwidth[a][b] = rate
-        if "latency" in values:
-            seconds = as_seconds(f"{at}.latency", values["latency"])
-            for a, b in pairs:
-                self.latency[a][b] = seconds
-
-    def ranks(self, at: str, end: Any) -> list[int]:
-        """Returns the ranks an end of a link stands for: a rank, or every device of that name or node."""
-        n = len(self.places)
-        if isinstance(end, str):
-            if ranks := [r for r, place in enumerate(self.places) if end in place.names]:
-                return ranks
-            known = sorted({name for place in self.places for name in place.names})
-            raise ValueError(f"{at}={end!r} is no device and no node: choose one of {', '.join(known)}, or a rank")
-        rank = _whole(at, end)
-        if rank >= n:
-            raise ValueError(f"{at}={rank} must be a rank in 0..{n - 1}: the cluster has {n} devices")
-        return [rank]
-
-    def links(self) -> tuple[tuple[Link, ...], ...]:
-        made: dict[tuple[float, float], Link] = {}  # a thousand devices have a million links, few of them different
-
-        def link(bandwidth: float, latency: float) -> Link:
-            key = bandwidth, latency
-            if key not in made:
-                made[key] = Link(bandwidth_bytes_per_s=bandwidth, latency_s=latency)
-            return made[key]
-
-        return tuple(tuple(map(link, *rows)) for rows in zip(self.bandwidth, self.latency, strict=True))
-
-
-def _read_links(given: Mapping[str, Any], table: _Table) -> None:
-    everyone = range(len(table.places))
+        devices = _devices("devices", given["devices"], prefix="")
+    else:
+        numbers: Counter[str] = Counter()
+        for at, entry in _entries("nodes", given["nodes"], _NODE):
+            link = {} if entry.get("link") is None else _mapping(f"{at}.link", entry["link"], _LINK)
+            for name in _names(at, entry, "node", numbers):
+                first = len(devices)
+                devices += _devices(f"{at}.devices", entry.get("devices"), prefix=f"{name}/")
+                inner.append((f"{at}.link", link, range(first, len(devices))))
+    free = ((_FREE,) * len(devices),) * len(devices)
+    table = _Table(Cluster(devices=tuple(devices), links=free))
     if given.get("link") is not None:
-        outer = _mapping("link", given["link"], _LINK)
-        table.put("link", outer, [(a, b) for a, b in product(everyone, everyone) if a != b])
-    if "nodes" in given:
-        _read_inner(given["nodes"], table)
-    for at, entry in _entries("links", given.get("links") or (), ("between", "from", "to", *_LINK), least=0):
-        if not set(entry) & set(_LINK):
-            raise ValueError(f"{at}={dict(entry)!r} changes nothing: give bandwidth, latency or both")
-        table.put(at, entry, _ends(at, entry, table))
+        table.put("link", _mapping("link", given["link"], _LINK), permutations(range(len(devices)), 2))
+    for at, link, ranks in inner:
+        table.put(at, link, permutations(ranks, 2))
+    if given.get("links"):
+        table.put_links(given["links"])
     if given.get("matrix") is not None:
         matrix = _mapping("matrix", given["matrix"], _LINK)
         _read_matrix("matrix.bandwidth", matrix.get("bandwidth"), table.bandwidth, as_rate)
         _read_matrix("matrix.latency", matrix.get("latency"), table.latency, as_seconds)
+    return table.cluster()
 
 
-def _read_inner(nodes: Any, table: _Table) -> None:
-    """Puts each node's own link among its devices; nodes that an entry's count repeats share the entry."""
-    count = 0
-    for at, entry in _entries("nodes", nodes, _NODE):
-        inner = {} if entry.get("link") is None else _mapping(f"{at}.link", entry["link"], _LINK)
-        for _ in range(_whole(f"{at}.count", entry.get("count", 1), least=1)):
-            ranks = [r for r, place in enumerate(table.places) if place.node == count]
-            table.put(f"{at}.link", inner, [(a, b) for a, b in product(ranks, ranks) if a != b])
-            count += 1
+def _devices(at: str, value: Any, *, prefix: str) -> list[Device]:
+    devices: list[Device] = []
+    numbers: Counter[str] = Counter()  # of names that repeat
+    for here, entry in _entries(at, value, _DEVICE):
+        speed = as_number(f"{here}.speed", entry.get("speed", 1.0), above=True)
+        mem_bytes = as_bytes(f"{here}.mem", entry.get("mem"))
+        names = _names(here, entry, "device", numbers)
+        devices += [Device(name=prefix + name, speed=speed, mem_bytes=mem_bytes) for name in names]
+    return devices
+
+
+def _names(at: str, entry: Mapping[str, Any], default: str, numbers: Counter[str]) -> list[str]:
+    """Returns a name for each of the entry's ``count``; a given name without count stays."""
+    base = entry.get("name", default)
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{at}.name={base!r} must be a text that is not empty")
+    if "name" in entry and "count" not in entry:
+        return [base]
+    count, first = _whole(f"{at}.count", entry.get("count", 1), least=1), numbers[base]
+    numbers[base] += count
+    return [f"{base}:{number}" for number in range(first, first + count)]
+
+
+class _Table:
+    """A cluster's bandwidths [bytes/s] and latencies [s] by (from, to), which exceptions overwrite in turn."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.devices = cluster.devices
+        self.bandwidth = [[link.bandwidth_bytes_per_s for link in row] for row in cluster.links]
+        self.latency = [[link.latency_s for link in row] for row in cluster.links]
+
+    def put(self, at: str, values: Mapping[str, Any], pairs: Iterable[tuple[int, int]]) -> None:
+        """Sets what ``values`` names of bandwidth and latency."""
+        rate = as_rate(f"{at}.bandwidth", values["bandwidth"]) if "bandwidth" in values else None
+        seconds = as_seconds(f"{at}.latency", values["latency"]) if "latency" in values else None
+        for a, b in pairs:
+            self.bandwidth[a][b] = self.bandwidth[a][b] if rate is None else rate
+            self.latency[a][b] = self.latency[a][b] if seconds is None else seconds
+
+    def put_links(self, links: Any) -> None:
+        """Sets what entries of ``links`` name."""
+        for at, entry in _entries("links", links, ("between", "from", "to", *_LINK)):
+            if not set(entry) & set(_LINK):
+                raise ValueError(f"{at}={entry!r} changes nothing: give bandwidth, latency or both")
+            self.put(at, entry, self._ends(at, entry))
+
+    def _ends(self, at: str, entry: Mapping[str, Any]) -> list[tuple[int, int]]:
+        both, one = "between" in entry, {"from", "to"} & set(entry)
+        if both == bool(one) or (one and len(one) < 2):
+            raise ValueError(f"{at}={entry!r} must name its ends: either between: [a, b], or from: a and to: b")
+        if both:
+            ends = _sequence(f"{at}.between", entry["between"])
+            if len(ends) != 2:
+                raise ValueError(f"{at}.between={list(ends)!r} must hold two ends, e.g. [0, 3] or [left, right]")
+            here, there = (self.ranks(f"{at}.between[{i}]", end) for i, end in enumerate(ends))
+        else:
+            here, there = self.ranks(f"{at}.from", entry["from"]), self.ranks(f"{at}.to", entry["to"])
+        pairs = [(a, b) for a, b in product(here, there) if a != b]
+        if not pairs:
+            raise ValueError(f"{at}={entry!r} joins rank {here[0]} with itself: name two different devices")
+        return pairs + [(b, a) for a, b in pairs] if both else pairs
+
+    def ranks(self, at: str, end: Any) -> list[int]:
+        """Returns the ranks an end of a link stands for: a rank, or every device of that name or node."""
+        if isinstance(end, str):
+            names = [_known_as(device.name) for device in self.devices]
+            if ranks := [rank for rank, known in enumerate(names) if end in known]:
+                return ranks
+            choice = ", ".join(sorted(set[str]().union(*names)))
+            raise ValueError(f"{at}={end!r} is no device and no node: choose one of {choice}, or a rank")
+        rank, n = _whole(at, end), len(self.devices)
+        if rank >= n:
+            raise ValueError(f"{at}={rank} must be a rank in 0..{n - 1}: the cluster has {n} devices")
+        return [rank]
+
+    def cluster(self) -> Cluster:
+        @cache  # a thousand devices have a million links, few of them different
+        def link(bandwidth: float, latency: float) -> Link:
+            return Link(bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+
+        rows = zip(self.bandwidth, self.latency, strict=True)
+        return Cluster(devices=self.devices, links=tuple(tuple(map(link, *row)) for row in rows))
+
+
+def _known_as(name: str) -> set[str]:
+    """Returns the names by which a device can be called: its own, its node's, and both without their numbers.
+
+    >>> sorted(_known_as("left:0/fast:1"))
+    ['fast', 'fast:1', 'left', 'left:0', 'left:0/fast:1']
+    """
+    node, _, own = name.rpartition("/")
+    return {name, own, own.rpartition(":")[0], node, node.rpartition(":")[0]} - {""}
 
 
 def relinked(cluster: Cluster, links: Sequence[Mapping[str, Any]]) -> Cluster:
@@ -215,12 +202,9 @@ def relinked(cluster: Cluster, links: Sequence[Mapping[str, Any]]) -> Cluster:
     >>> [[link.latency_s for link in row] for row in cluster.links]
     [[0.0, 0.0, 0.001], [0.0, 0.0, 0.0], [0.001, 0.0, 0.0]]
     """
-    table = _table_of(cluster)
-    for at, entry in _entries("links", links, ("between", "from", "to", *_LINK)):
-        if not set(entry) & set(_LINK):
-            raise ValueError(f"{at}={entry!r} changes nothing: give bandwidth, latency or both")
-        table.put(at, entry, _ends(at, entry, table))
-    return Cluster(devices=cluster.devices, links=table.links())
+    table = _Table(cluster)
+    table.put_links(links)
+    return table.cluster()
 
 
 def ranks_named(cluster: Cluster, end: int | str, *, at: str = "device") -> list[int]:
@@ -232,37 +216,7 @@ def ranks_named(cluster: Cluster, end: int | str, *, at: str = "device") -> list
     >>> ranks_named(equal_cluster(3), "device"), ranks_named(equal_cluster(3), 2)
     ([0, 1, 2], [2])
     """
-    return _table_of(cluster).ranks(at, end)
-
-
-def _table_of(cluster: Cluster) -> _Table:
-    """Returns the table of a cluster that was read before."""
-    places: list[_Place] = []
-    for device in cluster.devices:
-        node, _, own = device.name.rpartition("/")
-        names = {device.name, own, own.partition(":")[0], node, node.partition(":")[0]} - {""}
-        places.append(_Place(device, -1, frozenset(names)))
-    table = _Table(places)
-    table.bandwidth = [[link.bandwidth_bytes_per_s for link in row] for row in cluster.links]
-    table.latency = [[link.latency_s for link in row] for row in cluster.links]
-    return table
-
-
-def _ends(at: str, entry: Mapping[str, Any], table: _Table) -> list[tuple[int, int]]:
-    both, one = "between" in entry, {"from", "to"} & set(entry)
-    if both == bool(one) or (one and len(one) < 2):
-        raise ValueError(f"{at}={dict(entry)!r} must name its ends: either between: [a, b], or from: a and to: b")
-    if both:
-        ends = _sequence(f"{at}.between", entry["between"])
-        if len(ends) != 2:
-            raise ValueError(f"{at}.between={list(ends)!r} must hold two ends, e.g. [0, 3] or [left, right]")
-        here, there = (table.ranks(f"{at}.between[{i}]", end) for i, end in enumerate(ends))
-    else:
-        here, there = table.ranks(f"{at}.from", entry["from"]), table.ranks(f"{at}.to", entry["to"])
-    pairs = [(a, b) for a, b in product(here, there) if a != b]
-    if not pairs:
-        raise ValueError(f"{at}={dict(entry)!r} joins rank {here[0]} with itself: name two different devices")
-    return pairs + [(b, a) for a, b in pairs] if both else pairs
+    return _Table(cluster).ranks(at, end)
 
 
 def _read_matrix(at: str, value: Any, into: list[list[float]], read: Callable[[str, Any], float]) -> None:
@@ -293,11 +247,9 @@ def _sequence(at: str, value: Any) -> Sequence[Any]:
     return cast("Sequence[Any]", value)
 
 
-def _entries(
-    at: str, value: Any, keys: Sequence[str], *, least: int = 1
-) -> list[tuple[str, dict[str, Any]]]:
+def _entries(at: str, value: Any, keys: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     entries = [(f"{at}[{i}]", _mapping(f"{at}[{i}]", v, keys)) for i, v in enumerate(_sequence(at, value))]
-    if len(entries) < least:
+    if not entries:
         raise ValueError(f"{at} is empty: name at least one, e.g. {{name: fast, speed: 1.0, count: 2}}")
     return entries
 
@@ -321,9 +273,7 @@ def cluster_to_plain(cluster: Cluster) -> dict[str, Any]:
     Infinite memory and bandwidth become ``None``; every device and every link is written out.
     """
     return {
-        "devices": [
-            {"name": d.name, "speed": d.speed, "mem": _finite(d.mem_bytes)} for d in cluster.devices
-        ],
+        "devices": [{"name": d.name, "speed": d.speed, "mem": _finite(d.mem_bytes)} for d in cluster.devices],
         "matrix": {
             "bandwidth": [[_finite(link.bandwidth_bytes_per_s) for link in row] for row in cluster.links],
             "latency": [[link.latency_s for link in row] for row in cluster.links],
@@ -369,11 +319,12 @@ def override_cluster(
     for name, given in (("speeds", speeds), ("mem_bytes", mem_bytes)):
         if given is not None and len(given) != n:
             raise ValueError(f"{name}={list(given)!r} must have one entry per device: the cluster has {n}")
-    devices = list(cluster.devices)
-    if speeds is not None:
-        devices = [replace(d, speed=float(s)) for d, s in zip(devices, speeds, strict=True)]
-    if mem_bytes is not None:
-        caps = [math.inf if m is None else float(m) for m in mem_bytes]
-        devices = [replace(d, mem_bytes=m) for d, m in zip(devices, caps, strict=True)]
-    rows = cluster.links if links is None else tuple(tuple(row) for row in links)
-    return Cluster(devices=tuple(devices), links=rows)
+    changes: list[dict[str, float]] = [{} for _ in cluster.devices]
+    for rank, change in enumerate(changes):
+        if speeds is not None:
+            change["speed"] = float(speeds[rank])
+        if mem_bytes is not None:
+            most = mem_bytes[rank]
+            change["mem_bytes"] = math.inf if most is None else float(most)
+    devices = tuple(replace(device, **change) for device, change in zip(cluster.devices, changes, strict=True))
+    return Cluster(devices=devices, links=cluster.links if links is None else tuple(map(tuple, links)))

@@ -25,7 +25,7 @@ class Forms:
     Args:
         model, cluster: what the plan was made from.
         plan: the first one; its samples are the global batch.
-        spans, micro_batch_size, max_groups, overlap, depth: as in `best_plan`.
+        spans, micro_batch_size, max_groups, depth: as in `best_plan`.
 
     Attributes:
         model: costs, with tied layers joined.
@@ -44,7 +44,6 @@ class Forms:
         spans: Sequence[Span],
         micro_batch_size: int | None,
         max_groups: int | None,
-        overlap: bool,
         depth: Literal["auto"] | DepthRule,
     ) -> None:
         self._layers = model
@@ -55,7 +54,6 @@ class Forms:
         self._micro_sizes = sizes_to_try(None if micro_batch_size is None else [micro_batch_size], self.samples)
         capped = any(math.isfinite(device.mem_bytes) for device in cluster.devices)
         self._depth: DepthRule = ("low_memory" if capped else "per_link") if depth == "auto" else depth
-        self._overlap = overlap
 
     def problem(self, model: ModelCost, cluster: Cluster, plan: PipelinePlan) -> Problem:
         """Returns what is to be planned from costs by now; sizes of micro-batches are near those of ``plan``.
@@ -65,7 +63,7 @@ class Forms:
         used = [max(group.micro_batches) for group in plan.groups]
         near = tuple(n for n in self._micro_sizes if min(used) <= 2 * n and n <= 2 * max(used))
         sizes = near or self._micro_sizes
-        return Problem(model, cluster, self.samples, sizes, overlap=self._overlap, depth=self._depth)
+        return Problem(model, cluster, self.samples, sizes, depth=self._depth)
 
     def pipes_of(self, plan: PipelinePlan) -> Pipes:
         """Returns the plan's structure.
@@ -87,14 +85,14 @@ class Forms:
             groups.append(
                 GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=())
             )
-        plan = evaluate_plan(problem.model, problem.cluster, groups, overlap=self._overlap, depth=self._depth)
+        plan = evaluate_plan(problem.model, problem.cluster, groups, depth=self._depth)
         assert plan.ok, plan.reason
         whole = [replace(group, cuts=tuple(self.bounds[cut] for cut in group.cuts)) for group in plan.groups]
         return replace(plan, groups=tuple(whole))
 
     def reason_against(self, plan: PipelinePlan, cluster: Cluster) -> str:
         """Returns why a plan does not fit."""
-        return evaluate_plan(self._layers, cluster, plan.groups, overlap=self._overlap, depth=self._depth).reason
+        return evaluate_plan(self._layers, cluster, plan.groups, depth=self._depth).reason
 
 
 def shares_of(plan: PipelinePlan) -> tuple[int, ...]:

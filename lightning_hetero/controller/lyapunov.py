@@ -54,7 +54,6 @@ class LyapunovController(ControllerSettings):
         spans: Sequence[Span] = (),
         micro_batch_size: int | None = None,
         max_groups: int | None = None,
-        overlap: bool = True,
         depth: Literal["auto"] | DepthRule = "auto",
         planned_batches: int | None = None,
     ) -> Controller:
@@ -63,7 +62,7 @@ class LyapunovController(ControllerSettings):
         Args:
             model, cluster: what the plan was made from.
             plan: in force, generation 0.
-            spans, micro_batch_size, max_groups, overlap, depth: as in `best_plan`.
+            spans, micro_batch_size, max_groups, depth: as in `best_plan`.
             planned_batches: of the whole run, if known.
 
         Raises:
@@ -76,7 +75,6 @@ class LyapunovController(ControllerSettings):
             spans=spans,
             micro_batch_size=micro_batch_size,
             max_groups=max_groups,
-            overlap=overlap,
             depth=depth,
         )
         spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)

@@ -29,7 +29,7 @@ def pieces_between(problem: Problem, old: Sequence[Pipe], new: Sequence[Pipe]) -
     pieces: list[Piece] = []
     for pipe in new:
         leader = pipe.ranks[0]
-        if leader not in leaders and problem.leader_state_bytes > 0.0:
+        if leader not in leaders and problem.outside.state_bytes > 0.0:
             pieces.append((-1, 0, _nearest(problem, leaders, leader), leader))
         for stage, rank in enumerate(pipe.ranks):
             first, end = pipe.cuts[stage], pipe.cuts[stage + 1]
@@ -53,8 +53,8 @@ def _nearest(problem: Problem, owners: Sequence[int], target: int) -> int:
 def piece_bytes(problem: Problem, piece: Piece) -> float:
     """Returns what a piece weighs."""
     if piece[0] < 0:
-        return problem.leader_state_bytes
-    return float(problem.state_bytes[piece[1]] - problem.state_bytes[piece[0]])
+        return problem.outside.state_bytes
+    return float(problem.one.state_to[piece[1]] - problem.one.state_to[piece[0]])
 
 
 def moves_between(
@@ -71,7 +71,7 @@ def moves_between(
     moves: list[LayerMove] = []
     for first, end, source, target in pieces_between(problem, old, new):
         if first < 0:
-            moves.append(LayerMove(layer=-1, source=source, target=target, size_bytes=problem.leader_state_bytes))
+            moves.append(LayerMove(layer=-1, source=source, target=target, size_bytes=problem.outside.state_bytes))
             continue
         for layer in range(bounds[first], bounds[end]):
             moves.append(LayerMove(layer=layer, source=source, target=target, size_bytes=sizes[layer]))

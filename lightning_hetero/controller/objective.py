@@ -125,7 +125,7 @@ class Objective:
         prices, used = self._prices, [rank for pipe in pipes for rank in pipe.ranks]
         if resource == "traffic":
             per_sample = tuple(self._per_sample(resource, pipe) for pipe in pipes)
-            size = float(self.problem.param_bytes[-1]) + self.problem.leader_param_bytes
+            size = float(self.problem.param_bytes[-1]) + self.problem.outside.param_bytes
             return Use(0.0, per_sample, 2.0 * (len(pipes) - 1) * size)
         rates = prices.per_s if resource == "money" else prices.idle_power_w
         held = float(rates[used].sum())
@@ -140,12 +140,12 @@ class Objective:
             return found
         problem, cuts, ranks = self.problem, np.array(pipe.cuts), np.array(pipe.ranks)
         if resource == "traffic":
-            value = 2.0 * float(problem.cut_bytes[cuts[1:]].sum()) if len(ranks) > 1 else 0.0
+            value = 2.0 * float(problem.one.cut_sizes[cuts[1:]].sum()) if len(ranks) > 1 else 0.0
         else:
             part = problem.part(pipe.ranks)
             size = problem.cost(pipe).size(part)
             work = np.diff(problem.work_s[:, cuts], axis=1)
-            work[:, 0] += problem.leader_s
+            work[:, 0] += problem.outside_s
             busy_s = (work[0] / size + work[1]) / problem.speeds[ranks]
             value = float(busy_s @ (self._prices.power_w[ranks] - self._prices.idle_power_w[ranks]))
         self._pieces[resource, pipe] = value

@@ -71,7 +71,6 @@ class DeviceFacts:
         capability: of CUDA, e.g. (8, 6); None: it is no card of NVIDIA's.
         mem_bytes: of its memory.
         free_bytes: of it; None: nothing tells.
-        identity: that no other device has; empty: nothing tells.
         computes_bfloat16: and does not emulate it.
     """
 
@@ -79,7 +78,6 @@ class DeviceFacts:
     capability: tuple[int, int] | None
     mem_bytes: float
     free_bytes: float | None = None
-    identity: str = ""
     computes_bfloat16: bool = True
 
 

@@ -6,27 +6,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.metrics import is_mean
-from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name, check_bounds
-from lightning_hetero.federated.fit.clients import Clients, ClientSettings
+from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
+from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
 from lightning_hetero.predictors import Predictor, PredictorName
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_hetero.shares.bounds import ShareBounds
 
 
 class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
@@ -89,15 +88,15 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         if self.shared.own_data is False:
             raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
-        check_bounds(min_samples, max_samples)
-        if isinstance(proximal, bool) or not (isinstance(proximal, int | float) and 0 <= proximal < float("inf")):
+        ShareBounds(lower=min_samples, upper=max_samples)  # refuses what is no number of samples
+        if not (_is_number(proximal) and 0 <= proximal < math.inf):
             raise ValueError(f"proximal={proximal!r} must be a finite number >= 0 (FedProx's mu)")
-        if isinstance(participation, bool) or not (isinstance(participation, int | float) and 0 < participation <= 1):
+        if not (_is_number(participation) and 0 < participation <= 1):
             raise ValueError(f"participation={participation!r} must be in (0, 1] (part of the ranks)")
-        if isinstance(liveness_s, bool) or not (isinstance(liveness_s, int | float) and 0 < liveness_s < float("inf")):
+        if not (_is_number(liveness_s) and 0 < liveness_s < math.inf):
             raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
-        options: dict[str, Any] = {"predictor": (predictor, "kalman"), "dead_band": (dead_band, 0.02)}
-        given = {name: value for name, (value, default) in options.items() if value != default}
+        given: dict[str, Any] = {} if predictor == "kalman" else {"predictor": predictor}
+        given |= {} if dead_band == 0.02 else {"dead_band": dead_band}
         if isinstance(policy, RoundPolicy):
             if given:
                 raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
@@ -107,50 +106,20 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             raise TypeError(f"policy={policy!r} must be a name or a lightning_hetero.federated.policy.RoundPolicy")
         self.policy = policy
         self.settings = FederatedSettings(
-            local_steps=local_steps,
-            policy=policy,
-            min_samples=min_samples,
-            max_samples=max_samples,
-            server=server_by_name(server),
-            proximal=float(proximal),
-            participation=float(participation),
-            min_clients=min_clients,
-            liveness_s=float(liveness_s),
-        )
+            local_steps=local_steps, policy=policy, min_samples=min_samples, max_samples=max_samples,
+            server=server_by_name(server), proximal=float(proximal), participation=float(participation),
+            min_clients=min_clients, liveness_s=float(liveness_s),
+        )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> FederatedRun:
-        return FederatedRun(
-            trainer,
-            self.shared,
-            self.settings,
-            ddp_arguments=self.ddp_arguments,
-            timeout=self.timeout,
-            device=self.root_device,
-            members=self.members,
-            elastic=self._client_settings(),
-            invitation=self._invitation,
-        )
-
-    def _client_settings(self) -> ClientSettings | None:
-        settings = self.settings
-        if settings.min_clients is None:
-            return None
-        if settings.min_clients > self.world_size:
-            raise ValueError(
-                f"min_clients={settings.min_clients} must be at most the number of ranks, {self.world_size}"
-            )
-        self.find_nodes()
-        assert self.cluster_environment is not None
-        return ClientSettings(
-            least=settings.min_clients,
-            liveness_s=settings.liveness_s,
-            patience=self.timeout or timedelta(minutes=30),
-            backend=self.process_group_backend or "gloo",
-            host=self.host_name(),
-            environment=self.cluster_environment,
-        )
+        least = self.settings.min_clients
+        if least is not None:
+            if least > self.world_size:
+                raise ValueError(f"min_clients={least} must be at most the number of ranks, {self.world_size}")
+            self.find_nodes()
+        return FederatedRun(trainer, self, self.settings, self._invitation)
 
     @property
     def _meetings(self) -> Clients | None:
@@ -227,3 +196,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         if self._run is not None and self._run.fitting:
             self._run.meet()
         return super().lightning_module_state_dict()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

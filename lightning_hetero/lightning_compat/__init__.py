@@ -9,7 +9,6 @@
 ``empty_batches``  batches that are None, and which hooks hear of them
 ``launchers``      launchers that let a run go on without a process that was killed; import them from there
 ``patches``        an attribute of an instance replaced for a while; likewise
-``transfer``       a batch's way to the device
 
 Each function says what it reads, why no public way exists, and which test pins it to the installed versions
 (`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6.
@@ -25,4 +24,3 @@ from lightning_hetero.lightning_compat.norms import *
 from lightning_hetero.lightning_compat.progress import *
 from lightning_hetero.lightning_compat.results import *
 from lightning_hetero.lightning_compat.throughput import *
-from lightning_hetero.lightning_compat.transfer import *

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "averaged_weights",
     "averaging_callbacks",
+    "batch_to_device",
     "call_training_step",
     "collect_clipping",
     "defer_requeue",
@@ -199,6 +200,16 @@ def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> A
 def _step_arguments(trainer: Trainer, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
     """The arguments that the signature of ``training_step`` asks for, which only the loop knows to choose."""
     return trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+
+
+def batch_to_device(trainer: Trainer, batch: Any, move: Callable[[Any], Any] | None = None) -> Any:
+    """Moves a training batch as the loop does, with the user's hooks; by ``move`` in the place of the strategy.
+
+    Private: ``LightningModule._on_before_batch_transfer``, which knows whether the user's hooks take an index.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0) if move is None else move(batch)
 
 
 @contextmanager

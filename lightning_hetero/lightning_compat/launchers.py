@@ -1,4 +1,4 @@
-"""A script launcher that lets a run go on without a worker that was killed (layer L).
+"""The script launcher: it may go on without a worker that was killed, and no process outlives it (layer L).
 
 The one for ``multiprocessing`` is in `process_launchers`; the rules are the same.
 
@@ -11,8 +11,8 @@ a parameter server it does not. What a launcher of ours does when a local rank e
 | was silent for so long that the others left it behind   | it ends, with its traceback          |
 | exit code above 0 (an exception: its own traceback)     | everybody ends      | everybody ends |
 
-Local rank 0 holds what the user gets back: without it everybody ends. Ranks that end anyhow, because the server told
-them the cause, have `GRACE_S` for their own last words; then they are killed.
+Local rank 0 holds what the user gets back: without it everybody ends, also while they start. Ranks that end anyhow,
+because they were told the cause, have `GRACE_S` for their own last words; then they are killed.
 
 The private names of Lightning used here are pinned by ``tests/ranks/lightning_compat/test_launchers.py`` (2.5, 2.6).
 """
@@ -28,9 +28,8 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
@@ -43,17 +42,6 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Trainer
 
-__all__ = [
-    "GRACE_S",
-    "LEFT_BEHIND",
-    "TolerantScriptLauncher",
-    "end_stopped_children",
-    "ending_alone",
-    "launched_by_us",
-    "note_death",
-    "process_state",
-]
-
 _LOG = logging.getLogger(__name__)
 
 GRACE_S = 5.0
@@ -62,10 +50,13 @@ GRACE_S = 5.0
 _POLL_S = 0.2  # only where the system cannot tell at once that a process has ended
 LEFT_BEHIND = 75
 """Exit code of a rank without which the others have gone on (sysexits.h: a temporary failure)."""
-_PARENT = "LIGHTNING_HETERO_LAUNCHER_PID"  # tells a child of the script launcher who its parent must be
+_PARENT = "LIGHTNING_HETERO_LAUNCHER"  # tells a child of the script launcher "<its parent's pid>:<its `_done`>"
+
+_launches = 0  # of this process, by the script launcher
+_done = -1  # in local rank 0: memory with the number of launches that have returned, which its children read
 
 
-class TolerantScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script again for each further local rank, like Lightning's; this process is local rank 0.
 
     Args:
@@ -90,15 +81,22 @@ class TolerantScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Starts the other local ranks, if nobody else does, and calls ``function`` in this one."""
-        environment = self.cluster_environment
+        global _done, _launches
+        environment, _launches = self.cluster_environment, _launches + 1
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self.tolerated = set()
-            with _environment_variable(_PARENT, str(os.getpid())):
+            if _done < 0 and hasattr(os, "memfd_create"):
+                _done = os.memfd_create("lightning_hetero_done")
+            with _environment_variable(_PARENT, f"{os.getpid()}:{_done}"):
                 self._call_children_scripts()
+            atexit.register(_end_stopped, os.getpid(), self.procs)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        with self._watching_children(), _ending_with_parent(), ending_alone(launched_by_us()):
-            return function(*args, **kwargs)
+        with self._watching_children(), _ending_with_parent(_launches), ending_alone(launched_by_us()):
+            result = function(*args, **kwargs)
+        if _done >= 0:
+            os.pwrite(_done, _launches.to_bytes(8, "little"), 0)
+        return result
 
     @contextmanager
     def _watching_children(self) -> Iterator[None]:
@@ -160,23 +158,16 @@ class TolerantScriptLauncher(_SubprocessScriptLauncher):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_stopped_children(launcher: _SubprocessScriptLauncher) -> None:
-    """Has children of this launcher that are stopped when this process ends killed: nobody else will wake or end them.
+def _end_stopped(owner: int, procs: list[subprocess.Popen]) -> None:
+    """Kills children that are stopped when the process that started them ends: nobody else will wake or end them.
 
     Children that run end by themselves, whatever this process ended with.
     """
-    owner, known = os.getpid(), weakref.ref(launcher)
-
-    def end() -> None:
-        if os.getpid() != owner or (launcher := known()) is None:
-            return
-        for rank, proc in enumerate(launcher.procs, 1):
-            if proc.poll() is None and process_state(proc.pid) == b"T":
-                print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
-                with suppress(OSError):
-                    proc.kill()
-
-    atexit.register(end)
+    for rank, proc in enumerate(procs, 1) if os.getpid() == owner else ():
+        if proc.poll() is None and process_state(proc.pid) == b"T":
+            print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                proc.kill()
 
 
 def note_death(local_rank: int, code: int) -> None:
@@ -258,19 +249,22 @@ def _has_ended(pid: int) -> bool:
 
 
 def launched_by_us() -> bool:
-    """Whether this process is a child of `TolerantScriptLauncher`."""
+    """Whether this process is a child of `ScriptLauncher`."""
     return _PARENT in os.environ
 
 
 @contextmanager
-def _ending_with_parent() -> Iterator[None]:
-    """In a child of the script launcher: if local rank 0 dies, so does this process, unless it finishes soon.
+def _ending_with_parent(launch: int) -> Iterator[None]:
+    """In a child of the script launcher: if local rank 0 dies or fails, so does this process, unless it finishes soon.
 
-    Nobody else would notice: the parameter server goes on without rank 0, and the user believes that all is over.
+    Nobody else would notice before the timeout: others wait for rank 0, or go on, and the user believes all is over.
+
+    Args:
+        launch: number of this launch. A local rank 0 that has ended after it is no reason to end.
     """
-    parent, launched = os.getppid(), os.environ.get(_PARENT)
-    if launched != str(parent):
-        if launched is not None and _has_ended(int(launched)):
+    parent, (started_by, _, done) = os.getppid(), os.environ.get(_PARENT, "").partition(":")
+    if started_by != str(parent):
+        if started_by and _has_ended(int(started_by)):
             raise RuntimeError(
                 "local rank 0, which started this process, has ended before this one was ready to train: its own error"
                 " is above"
@@ -278,10 +272,17 @@ def _ending_with_parent() -> Iterator[None]:
         yield  # somebody else's child, perhaps of one of ours
         return
     finished = threading.Event()
+    with ExitStack() as opened:
+        memory = None
+        with suppress(OSError):  # a system without it
+            memory = opened.enter_context(open(f"/proc/{parent}/fd/{done}", "rb", buffering=0))
 
-    def watch() -> None:
-        while not finished.wait(_POLL_S):
-            if os.getppid() != parent:
+        def watch() -> None:
+            while not finished.wait(_POLL_S):
+                if os.getppid() == parent:
+                    continue
+                if memory is not None and int.from_bytes(os.pread(memory.fileno(), 8, 0), "little") >= launch:
+                    return
                 if not finished.wait(GRACE_S):
                     rank = os.environ.get("LOCAL_RANK", "?")
                     sys.stderr.write(f"local rank 0 is gone; local rank {rank} ends, too\n")
@@ -289,10 +290,10 @@ def _ending_with_parent() -> Iterator[None]:
                     os._exit(1)
                 return
 
-    thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        thread.join()
+        thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            thread.join()

@@ -1,4 +1,4 @@
-"""Launchers of ``multiprocessing`` that let a run go on without a worker that was killed (layer L); see `launchers`."""
+"""The launcher of ``multiprocessing``: it may go on without a worker that was killed (layer L); see `launchers`."""
 
 from __future__ import annotations
 
@@ -35,29 +35,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ParallelStrategy
 
-__all__ = ["ProcessLauncher", "TolerantProcessLauncher"]
-
 _ANSWER_S = 10.0  # for rank 0 to say whether a death is tolerated
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Lightning's, whose local rank 0 fails when it is told to end (SIGTERM).
-
-    Lightning's own ends without a result and with exit code 0, and the process that launched it waits for the result.
-
-    Private: ``_wrapping_function``, which runs in each process.
-    """
-
-    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._wrapping_function(process_idx, *args, **kwargs)
-        except SIGTERMException as error:
-            if process_idx:
-                raise
-            raise RuntimeError("SIGTERM: training was told to end, and has ended before its time") from error
-
-
-class TolerantProcessLauncher(ProcessLauncher):
     """Starts every local rank as a process of ``multiprocessing`` and waits for them, like Lightning's.
 
     Args:
@@ -131,6 +112,11 @@ class TolerantProcessLauncher(ProcessLauncher):
         with ending_alone(local_rank > 0):
             try:
                 self._wrapping_function(local_rank, *given)
+            except SIGTERMException as error:
+                if local_rank:
+                    raise
+                # Lightning's own ends without a result, and the process that launched it waits for the result.
+                raise RuntimeError("SIGTERM: training was told to end, and has ended before its time") from error
             except BaseException as error:
                 # Lightning calls this in the process that launches, which knows nothing of the run; ranks must hear.
                 self._strategy.on_exception(error)

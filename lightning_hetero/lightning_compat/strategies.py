@@ -12,13 +12,9 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_hetero.lightning_compat.launchers import TolerantScriptLauncher, end_stopped_children
-from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher, TolerantProcessLauncher
-
-__all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "follow", "hand_over", "syncs_batch_norm"]
+from lightning_hetero.lightning_compat.launchers import ScriptLauncher
+from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
 
 
 def syncs_batch_norm(strategy: DDPStrategy) -> bool:
@@ -73,11 +69,12 @@ class _Checked:
         return getattr(self._environment, name)
 
 
-class CheckedSettingsStrategy(DDPStrategy):
-    """DDP that checks ``devices`` and ``num_nodes`` by itself when processes are launched, not its environment.
+class LaunchedDDPStrategy(DDPStrategy):
+    """DDP with launchers of ours, which ask the strategy about the Trainer's settings and about a rank's death.
 
-    Private: ``_configure_launcher``, ``_launcher``: a launcher asks the environment it was made with, and replacing
-    that in the strategy would hide the user's from the Trainer; ``_start_method``: of a launcher that starts processes.
+    Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
+    ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses. A launcher asks the
+    environment it was made with, and replacing that in the strategy would hide the user's from the Trainer.
     """
 
     @abstractmethod
@@ -86,44 +83,22 @@ class CheckedSettingsStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _SubprocessScriptLauncher):  # the other one asks nobody
-            assert self.cluster_environment is not None
-            checked: Any = _Checked(self.cluster_environment, self.check_settings)
-            self._launcher.cluster_environment = checked
-            end_stopped_children(self._launcher)
-        elif type(self._launcher) is _MultiProcessingLauncher:  # not one of ours
-            method: Any = self._start_method
-            self._launcher = ProcessLauncher(self, start_method=method)
-
-
-class TolerantDDPStrategy(DDPStrategy):
-    """DDP whose launcher lets the other ranks go on without one that was killed.
-
-    Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
-    ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses.
-    """
-
-    def _configure_launcher(self) -> None:
-        environment, tolerates = self.cluster_environment, self.goes_on_without_a_rank
-        assert environment is not None
-        if self._start_method == "popen":
-            self._launcher = TolerantScriptLauncher(
-                environment, self.num_processes, self.num_nodes, tolerates=tolerates
-            )
-        else:
-            self._launcher = TolerantProcessLauncher(
-                self, start_method=self._start_method, tolerates=tolerates
-            )
-
-    @abstractmethod
     def goes_on_without_a_rank(self) -> bool:
         """Whether the death of a rank (not rank 0) would be survived now; another thread asks."""
+        return False
 
-    @abstractmethod
     def can_lose_ranks(self) -> bool:
         """Whether this is a fit that survives the death of a rank."""
+        return False
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        tolerates = self.goes_on_without_a_rank
+        if self._start_method == "popen":
+            checked: Any = _Checked(self.cluster_environment, self.check_settings)
+            self._launcher = ScriptLauncher(checked, self.num_processes, self.num_nodes, tolerates=tolerates)
+        else:
+            self._launcher = ProcessLauncher(self, start_method=self._start_method, tolerates=tolerates)
 
     def _get_process_group_backend(self) -> str:
         # An operation of NCCL waits on the device for a rank that has died, until its timeout ends the process.

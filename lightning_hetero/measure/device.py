@@ -12,20 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_hetero.measure.kinds import Accelerator, Cuda, HostDevice, Mps, Stamp
-
-__all__ = [
-    "HostDevice",
-    "Stamp",
-    "accelerators",
-    "autocast_kinds",
-    "device_in_use",
-    "device_of",
-    "is_out_of_memory",
-    "no_device_in_this_process",
-    "page_locked",
-    "wheel_architectures",
-]
+from lightning_hetero.measure.kinds import Accelerator, Cuda, HostDevice, Mps
+from lightning_hetero.measure.kinds import Stamp as Stamp
 
 # What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
 # something else as well: they are what cuBLAS and cuDNN say if there is no room for their handle or workspace.

@@ -11,51 +11,38 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Stamp(Protocol):
-    """A place in the order of a device's work; on an accelerator, an event on the stream that was current."""
+class Stamp:
+    """A place in the order of a device's work: on the host a time, on an accelerator an event on the current stream.
 
-    def reached(self) -> bool:
-        """Whether all work before it is done; never waits."""
-        ...
+    Args:
+        at_s: the host's time [s].
+    """
 
-    def wait(self) -> None:
-        """Has the host wait until all work before it is done."""
-        ...
-
-    def hold(self) -> None:
-        """Has the current stream wait for it, and not the host."""
-        ...
-
-    def seconds_until(self, later: Any) -> float:
-        """Returns the time between two stamps, both reached, that were made with ``timing`` [s]."""
-        ...
-
-
-def _nothing() -> None: ...
-
-
-class _HostStamp:
     def __init__(self, at_s: float) -> None:
         self._at_s = at_s
 
     def reached(self) -> bool:
+        """Whether all work before it is done; never waits."""
         return True
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Has the host wait until all work before it is done."""
 
-    def hold(self) -> None: ...
+    def hold(self) -> None:
+        """Has the current stream wait for it, and not the host."""
 
-    def seconds_until(self, later: _HostStamp) -> float:
+    def seconds_until(self, later: Any) -> float:
+        """Returns the time between two stamps, both reached, that were made with ``timing`` [s]."""
         return later._at_s - self._at_s
 
 
-class _EventStamp:
+class _EventStamp(Stamp):
     def __init__(self, event: Any, stream: Callable[[], Any]) -> None:
         self._event, self._stream = event, stream
 
@@ -69,8 +56,11 @@ class _EventStamp:
     def hold(self) -> None:
         self._event.wait(self._stream())
 
-    def seconds_until(self, later: _EventStamp) -> float:
+    def seconds_until(self, later: Any) -> float:
         return self._event.elapsed_time(later._event) / 1e3
+
+
+def _nothing() -> None: ...
 
 
 class HostDevice:
@@ -93,14 +83,13 @@ class HostDevice:
 
     # ---- order and time ---------------------------------------------------------------------------------------
 
-    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+    def stamp(self, *, timing: bool = False) -> Stamp:
         """Returns a stamp after the work submitted so far.
 
         Args:
             timing: its time will be asked for.
-            clock: the host's [s], for devices without a clock of their own; injectable for tests.
         """
-        return _HostStamp(clock())
+        return Stamp(time.perf_counter())
 
     def synchronize(self) -> None:
         """Waits until all work submitted to the device is done."""
@@ -214,7 +203,7 @@ class Accelerator(HostDevice):
     def _stream(self) -> Any:
         return self._torch.current_stream(self.device)
 
-    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+    def stamp(self, *, timing: bool = False) -> Stamp:
         event = self._event(timing)
         event.record(self._stream())
         return _EventStamp(event, self._stream)
@@ -335,7 +324,7 @@ class Mps(HostDevice):
 
     asynchronous = True
 
-    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+    def stamp(self, *, timing: bool = False) -> Stamp:
         event = torch.mps.Event(enable_timing=timing)
         event.record()
         return _MpsStamp(event)

@@ -7,7 +7,7 @@ compared, so a latency is the same in both directions) and ``bandwidth_bytes_per
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,10 @@ class LinkProbe:
         group: that carries messages.
         peer: the other rank in it.
         device: of this rank.
-        clock: host clock [s].
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, peer: int, device: torch.device, clock: Callable[[], float]
-    ) -> None:
-        self.peer = peer
-        self._group, self._clock = group, clock
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self.peer, self._group = peer, group
         self._peer = dist.get_global_rank(group, peer)
         self._on = device_of(device)
         # Gloo does not send from a device's memory: a message passes through pinned host memory at both ends.
@@ -56,11 +52,11 @@ class LinkProbe:
 
         The least of several times counts: whatever else the two processes' hosts do only ever adds to a time.
         """
-        end_s = self._clock() + budget_s
+        end_s = time.perf_counter() + budget_s
         self._time(_SMALL_BYTES)  # connections and buffers
         small_s = self._least(_SMALL_BYTES, 4 * _REPEATS, end_s - 0.7 * budget_s)
         size, large_s = _FIRST_BYTES, self._time(_FIRST_BYTES)
-        while size < self._most_bytes and (part_s := (end_s - self._clock()) / _REPEATS) > 2.0 * large_s:
+        while size < self._most_bytes and (part_s := (end_s - time.perf_counter()) / _REPEATS) > 2.0 * large_s:
             size = min(self._most_bytes, int(size * min(16.0, part_s / max(large_s, 1e-9))))
             large_s = self._time(size)
         large_s = min(large_s, self._least(size, _REPEATS, end_s))
@@ -73,7 +69,7 @@ class LinkProbe:
     def _least(self, size_bytes: int, repeats: int, until_s: float) -> float:
         least_s = self._time(size_bytes)
         for _ in range(repeats - 1):
-            if self._clock() >= until_s:
+            if time.perf_counter() >= until_s:
                 break
             least_s = min(least_s, self._time(size_bytes))
         return least_s
@@ -97,13 +93,13 @@ class LinkProbe:
         self._send(self._size.fill_(size_bytes))
         self._receive(self._byte)  # the peer is ready: its being late is no part of the link
         self._on.synchronize()
-        start_s = self._clock()
+        start_s = time.perf_counter()
         body = self._body[:size_bytes]
         if self._staged:
             body.copy_(self._own[:size_bytes])
         self._send(body)
         self._receive(self._byte)
-        return self._clock() - start_s
+        return time.perf_counter() - start_s
 
     def _send(self, message: Tensor) -> None:
         self._settle(dist.isend(message, self._peer, group=self._group))

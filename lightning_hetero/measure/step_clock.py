@@ -19,7 +19,6 @@ Which stamps are free of waiting was measured, see docs/theory/balanced.md.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -54,14 +53,13 @@ class Stopwatch:
 
     Args:
         device: whose work is timed.
-        clock: host clock [s]; injectable for tests.
 
     Attributes:
         last: the latest end of an interval, or what is put in its place; None: there was none.
     """
 
-    def __init__(self, device: HostDevice, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._stamp = partial(device.stamp, timing=True, clock=clock)
+    def __init__(self, device: HostDevice) -> None:
+        self._stamp = partial(device.stamp, timing=True)
         self.last: Stamp | None = None
         self._since: Stamp | None = None
         self._pieces: list[tuple[Stamp, Stamp, float]] = []  # begin, end, and what it counts at most [s]
@@ -128,18 +126,11 @@ class StepProbe:
         device: where the module computes.
         waiting: module types that wait for peers inside forward or backward (e.g. ``SyncBatchNorm``); the
             stopwatch is paused around them.
-        clock: host clock [s]; injectable for tests.
     """
 
-    def __init__(
-        self,
-        device: HostDevice,
-        *,
-        waiting: Iterable[type[nn.Module]] = (),
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._watch = Stopwatch(device, clock)
-        self._exchange = Stopwatch(device, clock)
+    def __init__(self, device: HostDevice, *, waiting: Iterable[type[nn.Module]] = ()) -> None:
+        self._watch = Stopwatch(device)
+        self._exchange = Stopwatch(device)
         self._waiting = tuple(waiting)
         self._handles: list[Any] = []
         self._armed = False

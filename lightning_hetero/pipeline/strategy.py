@@ -45,7 +45,7 @@ from lightning_hetero.pipeline.fit.plan.planning import (
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
-    hooks_return,
+    layers_alike,
     refuse_module,
     refuse_no_optimizer,
     refuse_optimizers,
@@ -140,7 +140,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
-        self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
+        self._planned: PlanResult | None = None  # made when a run began, or in force when it ended
+        self._planned_for: tuple[object, int | None] = None, None  # model and global batch
         self._accumulates = False
         self._replans: list[Replan] = []
 
@@ -197,10 +198,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self._replans = run.replans
         moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
-        if run.fitting and (divided or run.settings.controller is not None):
+        if checked := run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
-            run.undo.enter_context(hooks_return(backbone))
-        self._install(run, planned, backbone, in_force=self._in_force, to_device=moves)
+        place = run.install(planned, backbone, self.optimizers, to_device=moves)
+        if checked:
+            run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
         if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
@@ -222,10 +224,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         loader: Any = compat.train_source(run.trainer) if run.fitting else None
         total = run.binder.global_batch_of(loader) if run.fitting else None
         model = (id(run.module), len(backbone.layers), self.world_size)
-        if self._planned is not None:
-            known_model, known_total, planned = self._planned
-            if known_model == model and (total is None or total == known_total):
-                return planned
+        known_model, known_total = self._planned_for
+        if self._planned is not None and known_model == model and total in (None, known_total):
+            return self._planned
         carried = carried_by(self)
         if total is None:
             device = self.root_device
@@ -249,13 +250,12 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 scenario=run.scenario,
                 carried=carried,
             )
-        self._planned = (model, total, planned)
+        self._planned, self._planned_for = planned, (model, total)
         return planned
 
-    def _in_force(self, planned: PlanResult) -> None:
-        """Another plan has come into force: a later fit of the same model begins with it."""
-        assert self._planned is not None
-        self._planned = (*self._planned[:2], planned)
+    def teardown(self) -> None:
+        self._planned = self.planned  # in force: a later fit of the same model begins with it
+        super().teardown()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -304,15 +304,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning wraps a batch that only accumulates in this: its gradients stay where they are."""
-        if self._run is None:
-            with super().block_backward_sync():
-                yield
-            return
-        self._accumulates = True
-        try:
+        with super().block_backward_sync() if self._run is None else patched(self, "_accumulates", True):
             yield
-        finally:
-            self._accumulates = False
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
@@ -326,26 +319,25 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", super().validation_step, context, args, kwargs)
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", super().test_step, self.precision_plugin.test_step_context, args, kwargs)
+        return self._evaluate("test_step", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     @property
     def _batches(self) -> TrainBatches:
         assert self._run is not None and self._run.batches is not None
         return self._run.batches
 
-    def _evaluate(self, name: str, stock: Any, context: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, name: str, stock: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._run is None:
             return stock(*args, **kwargs)
         assert self._place is not None
         last = name == "predict_step" and compat.is_last_prediction(self._run.trainer)
+        context = getattr(self.precision_plugin, f"{name.replace('validation', 'val')}_context")
         with context():
             return self._place.evaluation.run(name, args, kwargs, last=last)
 
@@ -391,4 +383,4 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     @property
     def planned(self) -> PlanResult | None:
         """The plan in force or the last one, with what it was made from; ``None`` before the first set-up."""
-        return self._planned[2] if self._planned is not None else None
+        return self._planned if self._place is None else self._place.planned

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.plans import plan_to_plain
@@ -26,7 +27,7 @@ class Estimate:
         memory_bytes: by rank, of the model's state and activations; 0: not known.
         exchange_s: part of the step for gradients on wires.
         reasons: what decides, in sentences.
-        overrides: of ``lightning-hetero-train``, that train so.
+        settings: of ``lightning-hetero-train``, beside the strategy and the devices, that train so.
         plan: of the pipeline engine.
     """
 
@@ -38,8 +39,21 @@ class Estimate:
     memory_bytes: tuple[float, ...] = ()
     exchange_s: float = 0.0
     reasons: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: PipelinePlan | None = None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name, as the Trainer and the command take it."""
+        return "ddp" if self.engine == "ddp" else f"hetero_{self.engine}"
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Arguments of ``lightning-hetero-train`` that train so; none if it cannot."""
+        if not self.ok:
+            return ()
+        settings = {"strategy": self.strategy, "trainer.devices": len(self.work_s), **self.settings}
+        return tuple(f"{name}={hydra_text(value)}" for name, value in settings.items())
 
     @property
     def ok(self) -> bool:
@@ -98,6 +112,20 @@ class Estimate:
             "reasons": list(self.reasons),
             "overrides": list(self.overrides),
         }
+
+
+def hydra_text(value: Any) -> str:
+    """Returns a plain value as Hydra's command line takes it.
+
+    >>> hydra_text({"groups": [{"ranks": (1, 0), "samples": 10}]})
+    '{groups:[{ranks:[1,0],samples:10}]}'
+    """
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return f"{{{','.join(f'{name}:{hydra_text(item)}' for name, item in items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(hydra_text, cast('list[Any]', value)))}]"
+    return str(value)
 
 
 def impossible(engine: EngineName, *reasons: str) -> Estimate:

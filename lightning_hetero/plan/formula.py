@@ -15,12 +15,21 @@ costs whatever its size.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
 from lightning_hetero.cluster.units import as_number
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
+
+_NEEDED = {
+    "transformer": ("layers", "width", "window", "flops_per_s"),
+    "layers": ("layers", "params", "flops_per_sample", "flops_per_s"),
+}
+_OPTIONAL = {
+    "transformer": {"vocabulary": 0.0, "heads": 0.0},
+    "layers": {"activation_bytes_per_sample": 0.0, "output_bytes_per_sample": 0.0},
+}
+_COMMON = {"step_s": 0.0, "bytes_per_value": 2.0, "bytes_per_param": 16.0}
 
 
 def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
@@ -43,102 +52,72 @@ def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
     if not isinstance(cast("object", formula), Mapping):
         raise TypeError(f"formula={formula!r} must be a mapping, e.g. {{kind: transformer, layers: 24, ...}}")
     kind = str(formula.get("kind", ""))
-    if kind not in _KINDS:
-        raise ValueError(f"formula.kind={kind!r} must be one of {', '.join(_KINDS)}")
-    known = inspect.signature(_KINDS[kind]).parameters
-    if unknown := sorted(set(formula) - {"kind", *known, *_OPTIONAL}):
-        takes = ", ".join(sorted({"kind", *known, *_OPTIONAL} - {"common"}))
+    if kind not in _NEEDED:
+        raise ValueError(f"formula.kind={kind!r} must be one of {', '.join(_NEEDED)}")
+    needed, optional = _NEEDED[kind], {**_OPTIONAL[kind], **_COMMON}
+    if unknown := sorted(set(formula) - {"kind", *needed, *optional}):
+        takes = ", ".join(sorted({"kind", *needed, *optional}))
         raise ValueError(f"formula has unknown keys {unknown}: kind={kind} takes {takes}")
-    needed = [name for name, one in known.items() if one.default is one.empty and one.kind is one.KEYWORD_ONLY]
     if missing := [name for name in needed if name not in formula]:
         raise ValueError(f"formula lacks {missing}, which kind={kind} needs")
     named = {name: value for name, value in formula.items() if name != "kind"}
     given = {name: as_number(f"formula.{name}", value, above=name in needed) for name, value in named.items()}
-    layers = int(given["layers"])
-    block, before, head = _KINDS[kind](**given)
-    return ModelCost(layers=(block,) * layers, before=before, head=head)
+    sizes = {**optional, **given}
+    block, before, head = (_transformer if kind == "transformer" else _equal_layers)(sizes)
+    return ModelCost(layers=(block,) * int(sizes["layers"]), before=before, head=head)
 
 
-def _transformer(
-    *,
-    layers: float,
-    width: float,
-    window: float,
-    flops_per_s: float,
-    vocabulary: float = 0.0,
-    heads: float = 0.0,
-    bytes_per_value: float = 2.0,
-    **common: float,
-) -> tuple[LayerCost, LayerCost, LayerCost]:
+def _transformer(sizes: Mapping[str, float]) -> tuple[LayerCost, LayerCost, LayerCost]:
     """Returns a block, the embedding and the head, which shares the embedding's weights."""
-    d, s, values = width, window, bytes_per_value
-    attention = 5.0 * (heads or max(1.0, d / 64.0)) * s / d
-    common |= {"flops_per_s": flops_per_s, "bytes_per_value": values}
-    return (
-        _layer(
-            name="block",
-            params=12.0 * d * d,
-            flops=24.0 * s * d * d + 4.0 * s * s * d,
-            activation_bytes=s * d * (34.0 + attention) * values / 2.0,
-            output_bytes=s * d * values,
-            parts=layers,
-            **common,
-        ),
-        _layer(name="embedding", params=(vocabulary + s) * d, output_bytes=s * d * values, **common),
-        _layer(name="head", flops=2.0 * s * d * vocabulary, activation_bytes=2.0 * s * vocabulary * values, **common),
+    d, s, vocabulary, values = (sizes[name] for name in ("width", "window", "vocabulary", "bytes_per_value"))
+    attention = 5.0 * (sizes["heads"] or max(1.0, d / 64.0)) * s / d
+    block = _layer(
+        sizes,
+        "block",
+        params=12.0 * d * d,
+        flops=24.0 * s * d * d + 4.0 * s * s * d,
+        activation_bytes=s * d * (34.0 + attention) * values / 2.0,
+        output_bytes=s * d * values,
+        fixed_s=sizes["step_s"] / sizes["layers"],
     )
+    embedding = _layer(sizes, "embedding", params=(vocabulary + s) * d, output_bytes=s * d * values)
+    head_bytes = 2.0 * s * vocabulary * values
+    return block, embedding, _layer(sizes, "head", flops=2.0 * s * d * vocabulary, activation_bytes=head_bytes)
 
 
-def _layers(
-    *,
-    layers: float,
-    params: float,
-    flops_per_sample: float,
-    flops_per_s: float,
-    activation_bytes_per_sample: float = 0.0,
-    output_bytes_per_sample: float = 0.0,
-    **common: float,
-) -> tuple[LayerCost, LayerCost, LayerCost]:
+def _equal_layers(sizes: Mapping[str, float]) -> tuple[LayerCost, LayerCost, LayerCost]:
     """Returns one of equal layers, and nothing before and behind them."""
-    common["flops_per_s"] = flops_per_s
+    layers = sizes["layers"]
     layer = _layer(
-        name="layer",
-        params=params / layers,
-        flops=flops_per_sample / layers,
-        activation_bytes=activation_bytes_per_sample / layers,
-        output_bytes=output_bytes_per_sample,
-        parts=layers,
-        **common,
+        sizes,
+        "layer",
+        params=sizes["params"] / layers,
+        flops=sizes["flops_per_sample"] / layers,
+        activation_bytes=sizes["activation_bytes_per_sample"] / layers,
+        output_bytes=sizes["output_bytes_per_sample"],
+        fixed_s=sizes["step_s"] / layers,
     )
-    return layer, _layer(name="", **common), _layer(name="", **common)
-
-
-_KINDS = {"transformer": _transformer, "layers": _layers}
-_OPTIONAL = ("step_s", "bytes_per_value", "bytes_per_param")
+    return layer, _layer(sizes, ""), _layer(sizes, "")
 
 
 def _layer(
-    *,
+    sizes: Mapping[str, float],
     name: str,
-    flops_per_s: float,
+    *,
     params: float = 0.0,
     flops: float = 0.0,
     activation_bytes: float = 0.0,
     output_bytes: float = 0.0,
-    parts: float = 0.0,
-    step_s: float = 0.0,
-    bytes_per_value: float = 2.0,
-    bytes_per_param: float = 16.0,
+    fixed_s: float = 0.0,
 ) -> LayerCost:
-    """Returns one layer; the step's fixed time is divided among ``parts`` alike, 0: it has none of it."""
-    fixed_s = step_s / parts / 3.0 if parts else 0.0
-    seconds = flops / flops_per_s
+    """Returns a layer that takes a third of its time forward and two thirds backward."""
+    forward = AffineCost(fixed_s=fixed_s / 3.0, per_sample_s=flops / sizes["flops_per_s"])
     return LayerCost(
         name=name,
-        forward=AffineCost(fixed_s=fixed_s, per_sample_s=seconds),
-        backward=AffineCost(fixed_s=2.0 * fixed_s, per_sample_s=2.0 * seconds),
-        param_bytes=params * bytes_per_value,
-        state_bytes=params * bytes_per_param,
+        forward=forward,
+        backward=forward.times(2.0),
+        param_bytes=params * sizes["bytes_per_value"],
+        state_bytes=params * sizes["bytes_per_param"],
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
@@ -19,7 +20,7 @@ from lightning_hetero.shares import replay
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
-from lightning_hetero.types import Cost, SpeedSample
+from lightning_hetero.types import AffineCost, SpeedSample
 
 _MOST_STEPS = 400
 _SETTLED = 30  # records without a change of shares: evidence grows with them
@@ -39,7 +40,7 @@ def ddp(setup: Setup) -> Estimate:
     """Returns what `DDPStrategy` would take: equal shares, all ranks wait for the slowest."""
     costs, ranks = setup.step_costs(), setup.ranks
     share = -(-setup.global_batch // ranks)
-    tight = [(most, rank) for rank, most in enumerate(setup.most_samples()) if most is not None and share > most]
+    tight = [(most, rank) for rank, most in enumerate(setup.most_samples()) if share > most]
     if tight:
         most, rank = min(tight)
         return impossible("ddp", _too_large(setup, rank, share, most))
@@ -68,27 +69,26 @@ def ddp(setup: Setup) -> Estimate:
         memory_bytes=(setup.memory_bytes(share),) * ranks,
         exchange_s=setup.exchange(),
         reasons=(reason, uneven) if setup.global_batch % ranks else (reason,),
-        overrides=("strategy=ddp", f"trainer.devices={ranks}", f"data.batch_size={share}"),
+        settings={"data.batch_size": share},
     )
 
 
 def balanced(setup: Setup) -> Estimate:
     """Returns what `LoadBalancedStrategy` would take when its shares have settled."""
     costs, batch, exchange_s = setup.step_costs(), setup.global_batch, setup.exchange()
-    holds = setup.most_samples()
-    for rank, most in enumerate(holds):
-        if most is not None and most < 1:
-            return impossible("balanced", setup.too_small(rank))
+    caps = setup.most_samples()
+    if min(caps) < 1:
+        return impossible("balanced", setup.too_small(caps.index(min(caps))))
     try:
-        policy, steps = _settle(setup, costs, holds)
+        policy, steps = _settle(setup, costs, caps)
     except ValueError as error:  # e.g. fewer samples than devices
         return impossible("balanced", str(error))
-    shares, caps = policy.shares, [batch if most is None else most for most in holds]
-    work_s = tuple(_in_pieces_s(cost, n, most) for cost, n, most in zip(costs, shares, holds, strict=True))
+    shares = policy.shares
+    work_s = tuple(map(_in_pieces_s, costs, shares, caps))
     reasons = [_said(setup, work_s, shares, steps)]
-    overrides = ["strategy=hetero_balanced", f"trainer.devices={setup.ranks}", f"strategy.global_batch_size={batch}"]
+    settings: dict[str, Any] = {"strategy.global_batch_size": batch}
     if setup.min_samples is not None:
-        overrides.append(f"strategy.min_samples={setup.min_samples}")
+        settings["strategy.min_samples"] = setup.min_samples
     pieced = [rank for rank, (n, most) in enumerate(zip(shares, caps, strict=True)) if n > most]
     full = [rank for rank, (n, most) in enumerate(zip(shares, caps, strict=True)) if n == most < batch]
     if pieced:
@@ -97,7 +97,7 @@ def balanced(setup: Setup) -> Estimate:
     elif full:
         reasons.append(f"memory limits the share of {', '.join(map(setup.name, full))}")
     if not pieced and min(caps) < batch:
-        overrides.append(f"strategy.max_samples=[{','.join(str(min(batch, most)) for most in caps)}]")
+        settings["strategy.max_samples"] = caps
     free = minimax(costs, batch, upper=caps)
     if not pieced and free.ok and max(work_s) > (1.0 + _NOTABLE) * free.makespan_s:
         reasons.append(
@@ -116,38 +116,35 @@ def balanced(setup: Setup) -> Estimate:
         bound_s=minimax(costs, batch).lower_bound_s + exchange_s,
         work_s=work_s,
         shares=tuple(map(float, shares)),
-        memory_bytes=tuple(setup.memory_bytes(min(n, most)) for n, most in zip(shares, caps, strict=True)),
+        memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
         exchange_s=exchange_s,
         reasons=tuple(reasons),
-        overrides=tuple(overrides),
+        settings=settings,
     )
 
 
-def _in_pieces_s(cost: Cost, samples: int, most: int | None) -> float:
+def _in_pieces_s(cost: AffineCost, samples: int, most: int) -> float:
     """Returns the time of a share whose pieces have at most ``most`` samples; a rank without any computes a dummy.
 
-    >>> from lightning_hetero.types import AffineCost
     >>> cost = AffineCost(fixed_s=1.0, per_sample_s=1.0)
-    >>> _in_pieces_s(cost, 5, None), _in_pieces_s(cost, 5, 2), _in_pieces_s(cost, 0, None)
+    >>> _in_pieces_s(cost, 5, 5), _in_pieces_s(cost, 5, 2), _in_pieces_s(cost, 0, 5)
     (6.0, 8.0, 2.0)
     """
-    if most is None or samples <= most:
+    if samples <= most:
         return cost.seconds(max(samples, 1))
     full, rest = divmod(samples, most)
     return full * cost.seconds(most) + (cost.seconds(rest) if rest else 0.0)
 
 
-def _settle(setup: Setup, costs: Sequence[Cost], holds: Sequence[int | None]) -> tuple[BalancePolicy, int]:
+def _settle(setup: Setup, costs: Sequence[AffineCost], caps: Sequence[int]) -> tuple[BalancePolicy, int]:
     """Lets the engine's default policy decide until its shares stay; returns it, and after how many steps."""
     policy = BalancePolicy()
     policy.start(world_size=setup.ranks, total=setup.global_batch, bounds=ShareBounds(lower=setup.min_samples))
-    since = 0
+    limits, since = [None if most == setup.global_batch else most for most in caps], 0
     for step in range(_MOST_STEPS):
         shares = policy.shares
-        times_s = [_in_pieces_s(cost, n, most) for cost, n, most in zip(costs, shares, holds, strict=True)]
-        # Shown to fit is what memory holds of a share.
-        fits = [n if most is None else min(n, most) for n, most in zip(shares, holds, strict=True)]
-        policy.limit(holds, fits, times_s)
+        times_s = list(map(_in_pieces_s, costs, shares, caps))
+        policy.limit(limits, list(map(min, shares, caps)), times_s)  # shown to fit is what memory holds of a share
         policy.observe(
             [
                 SpeedSample(rank=rank, step=step, samples=n, compute_s=seconds)

@@ -12,6 +12,7 @@ from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, hel
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.parallel import slowest_s
 from lightning_hetero.plan.setup import Setup
+from lightning_hetero.solvers.placement import micro_batches_of
 from lightning_hetero.types import PipelinePlan
 
 # More devices than these: the search keeps to one rule of depths, and to micro-batches of powers of two
@@ -52,40 +53,21 @@ def pipeline(setup: Setup) -> Estimate:
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),
         exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan)),
-        overrides=(
-            "strategy=hetero_pipeline",
-            f"trainer.devices={setup.ranks}",
-            f"strategy.global_batch_size={setup.global_batch}",
-            f"strategy.plan={plan_override(plan)}",
-        ),
+        settings={"strategy.global_batch_size": setup.global_batch, "strategy.plan": _plan_setting(plan)},
         plan=plan,
     )
 
 
-def plan_override(plan: PipelinePlan) -> str:
-    """Returns a plan as a value of Hydra's command line.
-
-    >>> from lightning_hetero.types import GroupPlan
-    >>> group = GroupPlan(ranks=(1, 0), cuts=(0, 2, 6), samples=10, micro_batches=(4, 4, 2), depths=(3, 2))
-    >>> plan_override(PipelinePlan(groups=(group,)))
-    '{groups:[{ranks:[1,0],cuts:[0,2,6],samples:10,micro_samples:4,depths:[3,2]}]}'
-    """
-
-    def listed(values: tuple[int, ...]) -> str:
-        return f"[{','.join(map(str, values))}]"
-
-    groups: list[str] = []
+def _plan_setting(plan: PipelinePlan) -> dict[str, Any]:
+    """Returns a plan as plain values without its times; micro-batches that are alike by their size."""
+    groups: list[dict[str, Any]] = []
     for group in plan.groups:
-        size, count = max(group.micro_batches), len(group.micro_batches)
-        regular = group.micro_batches == (size,) * (count - 1) + (group.samples - size * (count - 1),)
-        sizes = (
-            f"samples:{group.samples},micro_samples:{size}"
-            if regular
-            else f"micro_batches:{listed(group.micro_batches)}"
-        )
-        where = f"ranks:{listed(group.ranks)},cuts:{listed(group.cuts)}"
-        groups.append(f"{{{where},{sizes},depths:{listed(group.depths)}}}")
-    return f"{{groups:[{','.join(groups)}]}}"
+        size = max(group.micro_batches)
+        sizes: dict[str, Any] = {"micro_batches": group.micro_batches}
+        if micro_batches_of(group.samples, size) == group.micro_batches:
+            sizes = {"samples": group.samples, "micro_samples": size}
+        groups.append({"ranks": group.ranks, "cuts": group.cuts, **sizes, "depths": group.depths})
+    return {"groups": groups}
 
 
 def _reasons(setup: Setup, plan: PipelinePlan) -> list[str]:

@@ -110,8 +110,7 @@ def _verdict(estimates: Sequence[Estimate], chosen: Estimate | None) -> str:
     if chosen is None:
         return "no engine can train so: " + "; ".join(e.reasons[0] for e in estimates if e.reasons)
     base = next((e for e in estimates if e.engine == "ddp"), None)
-    name = "ddp" if chosen.engine == "ddp" else f"hetero_{chosen.engine}"
-    text = f"strategy={name}: {chosen.step_s * 1e3:.1f} ms per update, {chosen.samples_per_s:.4g} samples/s"
+    text = f"strategy={chosen.strategy}: {chosen.step_s * 1e3:.1f} ms per update, {chosen.samples_per_s:.4g} samples/s"
     if base is None:
         return text
     if chosen is base:

@@ -7,83 +7,63 @@ step was from that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Sequence
+from statistics import fmean, median, median_low
 
 from lightning_hetero.cluster.score import exchange_alone
-from lightning_hetero.pipeline.decide.costs import recorded
+from lightning_hetero.cluster.spec import cluster_from_plain
+from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.record import replay
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.solvers.fit import fit_affine
-from lightning_hetero.types import AffineCost, Cluster, Device, Event, Link, SpeedSample
+from lightning_hetero.types import AffineCost, Cluster, Device, Link, SpeedSample
 
-_WARM_UP = 2  # first steps of all, which are no measure of the others
+_WARM_UP = 2  # first steps at least, and the first tenth of all, which are no measure of the others
 _APART = 1.2  # largest over smallest share, from which on a line says more than a proportion
 _MOST_STEPS = 160  # of the last ones
 
 
-def setup_from_events(events: Sequence[Event], *, global_batch: int | None = None) -> Setup:
+def setup_from_run(run: RecordedRun, *, global_batch: int | None = None, most_steps: int = _MOST_STEPS) -> Setup:
     """Returns the set-up of a recorded run, with links that cost what its exchange of gradients did.
 
     Args:
-        events: of all ranks, see `lightning_hetero.record.read_events`.
-        global_batch: samples per update; None: as recorded.
+        run: see `lightning_hetero.record.run.run_of`.
+        global_batch: samples per update; None: those of a full batch, as recorded.
+        most_steps: so many of its last full batches count.
 
     Raises:
-        ValueError: the trace tells of no plan and of no step that all ranks have measured.
+        ValueError: the trace tells of no plan and of no step that all ranks have measured, or a rank has never worked.
     """
-    steps, found = list(replay(events)), recorded(events)
-    batch = global_batch or (int(median([sum(r.samples for r in step) for step in steps])) if steps else 0)
-    if found is not None and found[1] is not None and batch:
-        return Setup(cluster=found[0], model=found[1], global_batch=batch)
+    numbers = [n for n in run.full if not run.meets or len(run.steps[n].turns) == run.ranks]
+    steps = [run.steps[n] for n in numbers]
+    steps = steps[min(max(_WARM_UP, len(steps) // 10), max(0, len(steps) - 1)) :][-most_steps:]
+    batch = global_batch or (round(median_low([step.samples for step in steps])) if steps else 0)
+    if run.plan.get("profile") is not None and batch:
+        model = model_from_plain(run.plan["profile"])
+        return Setup(cluster=cluster_from_plain(run.plan["cluster"]), model=model, global_batch=batch)
     if not steps or not batch:
         raise ValueError(
             "the trace holds no step whose own work all ranks have measured: record it with an engine of this package,"
             " or under stock DDP with StragglerMonitor() and HeteroTrace() among the callbacks"
         )
-    names: dict[int, str] = {}
-    meets = True
-    for event in events:
-        if event.kind == "run":
-            meets = meets and event.data.get("engine") != "stale"
-            names |= {event.rank: str(event.data["names"][0]).replace(" ", "/")} if event.data.get("names") else {}
-    return setup_from_steps(steps[_WARM_UP:] or steps, batch, meets=meets, names=names)
-
-
-def setup_from_steps(
-    steps: Sequence[Sequence[SpeedSample]], global_batch: int, *, meets: bool, names: Mapping[int, str] | None = None
-) -> Setup:
-    """Returns the set-up of ranks that took these times; the last steps count.
-
-    Args:
-        steps: of each, what every rank measured, by rank.
-        global_batch: samples per update.
-        meets: whether all ranks end a step together; else each asks a server by itself.
-        names: of the devices, as far as known.
-
-    Raises:
-        ValueError: a rank has never worked.
-    """
-    steps = steps[-_MOST_STEPS:]
-    ranks = len(steps[0])
-    costs = tuple(_cost([step[rank] for step in steps]) for rank in range(ranks))
-    if meets:  # what the rank that comes last sees of the exchange
-        exchange_s = fmean(max(r.compute_s + r.wait_s for r in step) - max(r.compute_s for r in step) for step in steps)
+    by_rank = list(zip(*map(run.records_of, steps), strict=True))
+    costs = tuple(map(_cost, by_rank))
+    if run.meets:  # what the rank that comes last sees of the exchange
+        exchange_s = fmean(step.step_s - max(turn.compute_s for turn in step.turns.values()) for step in steps)
     else:
-        exchange_s = min(exchange_alone([step[rank].wait_s for step in steps], ranks) for rank in range(ranks))
-    each = max(1.0, global_batch / ranks)
-    first_s = costs[0].seconds(each)
-    known = dict(names or {})
-    if len(set(known.values())) < len(known):
-        known = {}  # they do not tell the devices apart
-    devices = tuple(
-        Device(name=known.get(rank, f"rank{rank}"), speed=first_s / cost.seconds(each))
-        for rank, cost in enumerate(costs)
-    )
-    cluster = Cluster(devices=devices, links=((Link(),) * ranks,) * ranks)
-    slowness = tuple(_slowness([step[rank] for step in steps], cost) for rank, cost in enumerate(costs))
+        exchange_s = min(exchange_alone([record.wait_s for record in own], run.ranks) for own in by_rank)
+    each = max(1.0, batch / run.ranks)
+    names = [run.devices.get(rank, "").partition(",")[0].replace(" ", "/") for rank in range(run.ranks)]
+    if "" in names or len(set(names)) < run.ranks:  # they do not tell the devices apart
+        names = [f"rank{rank}" for rank in range(run.ranks)]
+    speeds = [costs[0].seconds(each) / cost.seconds(each) for cost in costs]
+    devices = tuple(Device(name=name, speed=speed) for name, speed in zip(names, speeds, strict=True))
     return Setup(
-        cluster=cluster, costs=costs, exchange_s=max(0.0, exchange_s), global_batch=global_batch, slowness=slowness
+        cluster=Cluster(devices=devices, links=((Link(),) * run.ranks,) * run.ranks),
+        costs=costs,
+        exchange_s=max(0.0, exchange_s),
+        global_batch=batch,
+        slowness=tuple(map(_slowness, by_rank, costs)),
     )
 
 

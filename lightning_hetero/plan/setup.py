@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.solvers.tied_layers import Span
-from lightning_hetero.types import AffineCost, Cluster, Cost, LayerCost, ModelCost
+from lightning_hetero.types import AffineCost, Cluster, ModelCost
 
 _SNAP = 1.0 - 1e-12  # what fits but for rounding fits
 
@@ -30,14 +32,14 @@ class Setup:
         prices: money per hour, by rank; empty: costs are not asked for.
 
     Raises:
-        TypeError: ``global_batch`` is not a whole number.
+        TypeError: ``global_batch`` is not a whole number, or a cost is no line.
         ValueError: a value out of its range, or lists that are not one entry per device.
     """
 
     cluster: Cluster
     global_batch: int
     model: ModelCost | None = None
-    costs: tuple[Cost, ...] = ()
+    costs: tuple[AffineCost, ...] = ()
     exchange_s: float | None = None
     slowness: tuple[tuple[float, ...], ...] = ()
     spans: tuple[Span, ...] = ()
@@ -53,19 +55,20 @@ class Setup:
             raise ValueError(
                 "neither model nor costs are given: profile a module, give a size formula, or read a run"
             )
+        if any(type(cost) is not AffineCost for cost in self.costs):
+            raise TypeError(f"costs={self.costs!r} must be lines: AffineCost")
         for name in ("costs", "prices"):
             given = len(getattr(self, name))
             if given not in (0, self.ranks):
                 raise ValueError(f"{name} has {given} entries; give one per device: there are {self.ranks}")
-        if bad := [price for price in self.prices if not (math.isfinite(price) and price >= 0.0)]:
+        if bad := [price for price in self.prices if not 0.0 <= price < math.inf]:
             raise ValueError(f"prices={bad} must be finite numbers >= 0 (money per hour)")
-        if self.exchange_s is not None and not (math.isfinite(self.exchange_s) and self.exchange_s >= 0.0):
+        if self.exchange_s is not None and not 0.0 <= self.exchange_s < math.inf:
             raise ValueError(f"exchange_s={self.exchange_s!r} must be a finite number >= 0 (seconds), or None")
-
         if self.slowness:
             if len(self.slowness) != self.ranks or len(set(map(len, self.slowness))) != 1 or not all(self.slowness):
                 raise ValueError("slowness must have a series for every device, all of the same length")
-            if not all(math.isfinite(value) and value > 0.0 for series in self.slowness for value in series):
+            if not all(0.0 < value < math.inf for series in self.slowness for value in series):
                 raise ValueError("slowness must be finite numbers > 0")
 
     @property
@@ -77,6 +80,10 @@ class Setup:
         """Returns a rank's time in a step over what its cost says."""
         return self.slowness[rank][step % self.series] if self.slowness else 1.0
 
+    def mean_slowness(self, rank: int) -> float:
+        """Returns a rank's mean time over what its cost says."""
+        return fmean(self.slowness[rank]) if self.slowness else 1.0
+
     @property
     def ranks(self) -> int:
         """Number of devices."""
@@ -86,16 +93,13 @@ class Setup:
         """Returns how a rank is called in a sentence."""
         return f"rank {rank} ({self.cluster.devices[rank].name})"
 
-    def step_costs(self) -> tuple[Cost, ...]:
+    def step_costs(self) -> tuple[AffineCost, ...]:
         """Returns what a whole step costs, by rank."""
         if self.costs:
             return self.costs
         assert self.model is not None
         step = whole_step(self.model)
-        return tuple(
-            AffineCost(fixed_s=step.fixed_s / device.speed, per_sample_s=step.per_sample_s / device.speed)
-            for device in self.cluster.devices
-        )
+        return tuple(step.times(1.0 / device.speed) for device in self.cluster.devices)
 
     def exchange(self) -> float:
         """Returns the time of the gradients' exchange where every rank has a whole replica [s].
@@ -112,21 +116,22 @@ class Setup:
 
     def param_bytes(self) -> float:
         """Returns the size of all trained parameters; 0 where the model is not known [bytes]."""
-        return 0.0 if self.model is None else math.fsum(cost.param_bytes for cost in _parts(self.model))
+        return 0.0 if self.model is None else math.fsum(cost.param_bytes for cost in self.model.parts)
 
     def memory_bytes(self, samples: float) -> float:
         """Returns what a whole replica with so many samples in flight takes; 0 where it is not known [bytes]."""
         state, activations = self._bytes()
         return state + activations * samples
 
-    def most_samples(self) -> tuple[int | None, ...]:
-        """Returns how many samples each rank's memory holds beside a whole replica; None: as many as it likes."""
+    def most_samples(self) -> tuple[int, ...]:
+        """Returns how many samples of a batch each rank's memory holds beside a whole replica."""
         state, activations = self._bytes()
 
-        def held(left_bytes: float) -> int | None:
-            if left_bytes == math.inf or (left_bytes >= 0.0 and not activations):
-                return None
-            return max(0, math.floor(left_bytes / activations / _SNAP)) if activations else 0
+        def held(left_bytes: float) -> int:
+            if left_bytes < 0.0:
+                return 0
+            fit = left_bytes / activations / _SNAP if activations else math.inf
+            return math.floor(min(fit, self.global_batch))
 
         return tuple(held(device.mem_bytes - state) for device in self.cluster.devices)
 
@@ -140,28 +145,20 @@ class Setup:
 
     def with_devices(self, keep: tuple[int, ...], cluster: Cluster) -> Setup:
         """Returns the set-up on ``cluster``, whose devices are those of the ranks ``keep`` here, in this order."""
-        return replace(
-            self,
-            cluster=cluster,
-            costs=tuple(self.costs[rank] for rank in keep) if self.costs else (),
-            slowness=tuple(self.slowness[rank] for rank in keep) if self.slowness else (),
-            prices=tuple(self.prices[rank] for rank in keep) if self.prices else (),
-        )
+        by_rank: dict[str, Any] = {name: getattr(self, name) for name in ("costs", "slowness", "prices")}
+        kept = {name: tuple(values[rank] for rank in keep) for name, values in by_rank.items() if values}
+        return replace(self, cluster=cluster, **kept)
 
     def _bytes(self) -> tuple[float, float]:
         if self.model is None:
             return 0.0, 0.0
-        parts = _parts(self.model)
+        parts = self.model.parts
         return math.fsum(p.state_bytes for p in parts), math.fsum(p.activation_bytes for p in parts)
 
 
 def whole_step(model: ModelCost) -> AffineCost:
     """Returns what a step of all layers, and of what stands around them, costs on a device of speed 1."""
-    times = [cost for part in _parts(model) for cost in (part.forward, part.backward)]
+    times = [cost for part in model.parts for cost in (part.forward, part.backward)]
     return AffineCost(
         fixed_s=math.fsum(cost.fixed_s for cost in times), per_sample_s=math.fsum(cost.per_sample_s for cost in times)
     )
-
-
-def _parts(model: ModelCost) -> tuple[LayerCost, ...]:
-    return (model.before, *model.layers, model.head)

@@ -8,30 +8,28 @@ with the policy itself on simulated time a step of steady devices took 1 to 4 % 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import fmean
+from dataclasses import replace
 
 from lightning_hetero.cluster.score import least_s
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.types import Cost
 
 _OVERHEAD = 1.03  # of a step, over ranks that never wait
 
 
 def stale(setup: Setup) -> Estimate:
     """Returns what `BoundedStalenessStrategy` would take with its default policy, when it has learned the speeds."""
-    batch, ranks = setup.global_batch, setup.ranks
-    slowness = [fmean(setup.slowness_at(rank, step) for step in range(setup.series)) for rank in range(ranks)]
+    batch = setup.global_batch
     transfers_s, port_s = _transfers(setup)
-    chunks = [_Chunk(*both) for both in zip(setup.step_costs(), slowness, transfers_s, strict=True)]
+    slowed = [cost.times(setup.mean_slowness(rank)) for rank, cost in enumerate(setup.step_costs())]
+    chunks = [replace(cost, fixed_s=cost.fixed_s + s) for cost, s in zip(slowed, transfers_s, strict=True)]
     computed_s = least_s(chunks, batch)
     step_s = max(_OVERHEAD * computed_s, port_s)
     shares = [max(0.0, chunk.most_samples(computed_s)) for chunk in chunks]
     for rank, most in enumerate(setup.most_samples()):
-        if most is not None and most < min(1.0, shares[rank]):
+        if most < min(1.0, shares[rank]):
             return impossible("stale", setup.too_small(rank))
-        if most is not None and shares[rank] > most + 0.5:
+        if shares[rank] > most + 0.5:
             return impossible(
                 "stale",
                 f"{setup.name(rank)} holds {most} samples beside the model, its chunks have about {shares[rank]:.0f}:"
@@ -42,7 +40,7 @@ def stale(setup: Setup) -> Estimate:
         reasons.append(
             f"the server's port is the limit: the messages of all ranks take {port_s * 1e3:.1f} ms per update"
         )
-    work_s = [chunk.work_s(n) if n > 0.0 else 0.0 for chunk, n in zip(chunks, shares, strict=True)]
+    work_s = [cost.seconds(n) if n > 0.0 else 0.0 for cost, n in zip(slowed, shares, strict=True)]
     scale = batch / math.fsum(shares)
     return Estimate(
         engine="stale",
@@ -53,24 +51,8 @@ def stale(setup: Setup) -> Estimate:
         memory_bytes=tuple(map(setup.memory_bytes, shares)),
         exchange_s=max(transfers_s),
         reasons=tuple(reasons),
-        overrides=("strategy=hetero_stale", f"trainer.devices={ranks}", f"strategy.global_batch_size={batch}"),
+        settings={"strategy.global_batch_size": batch},
     )
-
-
-class _Chunk:
-    """The cost of a rank's chunk: its work, slower by a factor, and its transfers."""
-
-    def __init__(self, cost: Cost, slowness: float, transfer_s: float) -> None:
-        self.cost, self.slowness, self.transfer_s = cost, slowness, transfer_s
-
-    def work_s(self, samples: float) -> float:
-        return self.cost.seconds(samples) * self.slowness
-
-    def seconds(self, samples: float) -> float:
-        return self.work_s(samples) + self.transfer_s
-
-    def most_samples(self, deadline_s: float) -> float:
-        return self.cost.most_samples((deadline_s - self.transfer_s) / self.slowness)
 
 
 def _transfers(setup: Setup) -> tuple[list[float], float]:
@@ -78,12 +60,8 @@ def _transfers(setup: Setup) -> tuple[list[float], float]:
     update are on the server's links, in the busier direction [s]."""
     if setup.exchange_s is not None:
         return [setup.exchange()] * setup.ranks, 0.0
-    size, links, others = setup.param_bytes(), setup.cluster.links, range(1, setup.ranks)
-    transfers_s = [0.0, *(links[0][rank].seconds(size) + links[rank][0].seconds(size) for rank in others)]
-    sent_s = _on_the_wire(size, [links[0][rank].bandwidth_bytes_per_s for rank in others])
-    received_s = _on_the_wire(size, [links[rank][0].bandwidth_bytes_per_s for rank in others])
+    size, links = setup.param_bytes(), setup.cluster.links
+    ways = [(links[0][rank], links[rank][0]) for rank in range(1, setup.ranks)]
+    transfers_s = [0.0, *(there.seconds(size) + back.seconds(size) for there, back in ways)]
+    sent_s, received_s = (math.fsum(size / both[way].bandwidth_bytes_per_s for both in ways) for way in (0, 1))
     return transfers_s, max(sent_s, received_s)
-
-
-def _on_the_wire(size_bytes: float, rates: Sequence[float]) -> float:
-    return math.fsum(size_bytes / rate for rate in rates)

@@ -10,15 +10,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster, ranks_named, relinked
 from lightning_hetero.cluster.units import as_number
+from lightning_hetero.plan.estimate import hydra_text
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.types import AffineCost, Cluster, Link
+from lightning_hetero.types import Cluster, Link
 
 _KINDS = ("without", "add", "links", "batch", "speed", "price")
 _FEW = 16  # devices up to which each kind of them is tried to be left out
@@ -27,7 +27,7 @@ _FEW = 16  # devices up to which each kind of them is tried to be left out
 def usual_changes(setup: Setup) -> list[dict[str, Any]]:
     """Returns what people ask first: each kind of device left out, slowest first, and the batch doubled.
 
-    >>> from lightning_hetero.cluster.spec import cluster_from_plain
+    >>> from lightning_hetero.types import AffineCost
     >>> devices = [{"name": "fast", "count": 2}, {"name": "old", "speed": 0.25}]
     >>> costs = tuple(AffineCost(fixed_s=0.0, per_sample_s=seconds) for seconds in (1.0, 1.0, 4.0))
     >>> setup = Setup(cluster=cluster_from_plain({"devices": devices}), global_batch=8, costs=costs)
@@ -71,14 +71,14 @@ def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
     if kind == "add":
         return _added(setup, value, given.get("link"), given.get("price"))
     if kind == "links":
-        return f"links {_said(value)}", replace(setup, cluster=relinked(setup.cluster, value))
+        return f"links {hydra_text(value)}", replace(setup, cluster=relinked(setup.cluster, value))
     if kind == "batch":
         factor = as_number("what_if.batch", value, above=True)
         batch = max(1, round(setup.global_batch * factor))
         return f"{factor:g} x the batch ({batch} samples)", replace(setup, global_batch=batch)
     if kind == "speed":
-        return f"speed {_said(value)}", _sped(setup, _mapping("what_if.speed", value))
-    return f"price {_said(value)}", _priced(setup, _mapping("what_if.price", value))
+        return f"speed {hydra_text(value)}", _sped(setup, value)
+    return f"price {hydra_text(value)}", _priced(setup, value)
 
 
 def without(setup: Setup, gone: Sequence[int]) -> Setup:
@@ -106,67 +106,47 @@ def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]
         wire = Link(bandwidth_bytes_per_s=slowest, latency_s=max(x.latency_s for x in between))
     else:
         wire = cluster_from_plain({"devices": [{"count": 2}], "link": link}).links[0][1]
-    rows = [[*row, *[wire] * count] for row in old.links]
-    rows += [[wire] * (setup.ranks + count) for _ in range(count)]
-    cluster = Cluster(devices=old.devices + new.devices, links=tuple(map(tuple, rows)))
-    costs, first = setup.costs, setup.costs[0] if setup.costs else None
-    if first is not None:  # what the first device costs, by speed
-        if not isinstance(first, AffineCost):
-            raise ValueError(
-                "what_if.add needs a model, or costs that are lines: what another device costs is not known"
-            )
-        costs += tuple(first.times(old.devices[0].speed / device.speed) for device in new.devices)
-    steady = (1.0,) * setup.series
-    slowness = setup.slowness + (steady,) * count if setup.slowness else ()
-    prices = setup.prices
-    if prices:
-        each = prices[-1] if price is None else as_number("what_if.price", price)
-        prices += (each,) * count
-    names = ", ".join(device.name for device in new.devices)
-    return f"with {names}", replace(
-        setup, cluster=cluster, costs=costs, prices=prices, slowness=slowness
-    )
+    rows = [(*row, *[wire] * count) for row in old.links] + [(wire,) * (setup.ranks + count)] * count
+    more: dict[str, Any] = {}
+    if setup.costs:  # what the first device costs, by speed
+        first_speed = old.devices[0].speed
+        more["costs"] = setup.costs + tuple(setup.costs[0].times(first_speed / one.speed) for one in new.devices)
+    if setup.slowness:
+        more["slowness"] = setup.slowness + ((1.0,) * setup.series,) * count
+    if setup.prices:
+        each = setup.prices[-1] if price is None else as_number("what_if.price", price)
+        more["prices"] = setup.prices + (each,) * count
+    cluster = Cluster(devices=old.devices + new.devices, links=tuple(rows))
+    return f"with {', '.join(device.name for device in new.devices)}", replace(setup, cluster=cluster, **more)
 
 
-def _sped(setup: Setup, factors: Mapping[str, Any]) -> Setup:
+def _sped(setup: Setup, factors: Any) -> Setup:
     speeds, costs = [device.speed for device in setup.cluster.devices], list(setup.costs)
-    for end, value in factors.items():
-        factor = as_number(f"what_if.speed.{end}", value, above=True)
-        for rank in ranks_named(setup.cluster, _end(end), at="what_if.speed"):
-            speeds[rank] *= factor
-            cost = costs[rank] if costs else None
-            if isinstance(cost, AffineCost):
-                costs[rank] = cost.times(1.0 / factor)
-            elif cost is not None:
-                raise ValueError("what_if.speed needs a model, or costs that are lines")
+    for rank, factor in _by_rank(setup, "speed", factors, above=True):
+        speeds[rank] *= factor
+        if costs:
+            costs[rank] = costs[rank].times(1.0 / factor)
     return replace(setup, cluster=override_cluster(setup.cluster, speeds=speeds), costs=tuple(costs))
 
 
-def _priced(setup: Setup, given: Mapping[str, Any]) -> Setup:
+def _priced(setup: Setup, given: Any) -> Setup:
     prices = list(setup.prices or (0.0,) * setup.ranks)
-    for end, value in given.items():
-        price = as_number(f"what_if.price.{end}", value)
-        for rank in ranks_named(setup.cluster, _end(end), at="what_if.price"):
-            prices[rank] = price
+    for rank, price in _by_rank(setup, "price", given):
+        prices[rank] = price
     return replace(setup, prices=tuple(prices))
 
 
-def _end(name: str) -> int | str:
-    """Keys of mappings are texts, ranks too."""
-    return int(name) if name.isdecimal() else name
+def _by_rank(setup: Setup, kind: str, given: Any, *, above: bool = False) -> list[tuple[int, float]]:
+    """Returns numbers given by rank or name, by rank; keys of mappings are texts, ranks too."""
+    found: list[tuple[int, float]] = []
+    for end, value in _mapping(f"what_if.{kind}", given).items():
+        number = as_number(f"what_if.{kind}.{end}", value, above=above)
+        ranks = ranks_named(setup.cluster, int(end) if end.isdecimal() else end, at=f"what_if.{kind}")
+        found += [(rank, number) for rank in ranks]
+    return found
 
 
 def _mapping(at: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{at}={value!r} must be a mapping, e.g. {{without: 3}}")
     return {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
-
-
-def _said(value: Any) -> str:
-    """Returns a value as short text."""
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return ", ".join(f"{key}: {_said(item)}" for key, item in items)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "; ".join(_said(item) for item in cast("Sequence[Any]", value))
-    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.costs import model_from_plain, times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, Timeline, modelled
-from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median, median_low
 
 from lightning_hetero.cluster.stragglers import Straggler, StragglerTest
-from lightning_hetero.report.run import RecordedRun, RunStep
+from lightning_hetero.record.run import RecordedRun, RunStep
 from lightning_hetero.report.spent import HOT, of_known, over
 
 _SPELL = 1.5  # times its own fastest windows, from which on a rank is slow for a while

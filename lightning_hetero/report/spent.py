@@ -18,13 +18,14 @@ a GPU what is between steps is told for all ranks together, because it would be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, median_low
+from typing import Any, NamedTuple
 
 from lightning_hetero.cluster.score import exchange_alone
-from lightning_hetero.report.run import RecordedRun, RunStep, Turn
+from lightning_hetero.record.run import RecordedRun, RunStep, Turn
 
 HOT = 1.15  # times what it is compared with, from which on a rank is slow
 _LITTLE = 0.05  # of a step; less than that is no finding
@@ -33,8 +34,7 @@ _SHOWN = 0.01  # of a step; a stage that is shorter on every rank is left out
 _EARLY = 10  # the first of so many steps are left out: a run begins slowly
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
+class Spent(NamedTuple):
     """Where one rank's time went [s]."""
 
     compute_s: float = 0.0
@@ -44,7 +44,7 @@ class Spent:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.exchange_s + self.idle_s + self.rest_s
+        return math.fsum(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +70,15 @@ class Waiting:
     @property
     def waited(self) -> float:
         """Part of all ranks' time that is waiting."""
-        return self.total.idle_s / self.total.total_s if self.total.total_s > 0 else 0.0
+        return self._part(self.total.idle_s)
 
     @property
     def exchange(self) -> float:
         """Part of all ranks' time that is the exchange."""
-        return self.total.exchange_s / self.total.total_s if self.total.total_s > 0 else 0.0
+        return self._part(self.total.exchange_s)
+
+    def _part(self, seconds: float) -> float:
+        return seconds / self.total.total_s if self.total.total_s > 0 else 0.0
 
     @property
     def caused(self) -> tuple[int, float]:
@@ -88,61 +91,43 @@ class Waiting:
 
 
 def _sum(parts: Iterable[Spent]) -> Spent:
-    rows = [(one.compute_s, one.exchange_s, one.idle_s, one.rest_s) for one in parts] or [(0.0,) * 4]
-    compute_s, exchange_s, idle_s, rest_s = map(math.fsum, zip(*rows, strict=True))
-    return Spent(compute_s=compute_s, exchange_s=exchange_s, idle_s=idle_s, rest_s=rest_s)
+    return Spent(*map(math.fsum, zip(*parts, strict=True)))
 
 
-def least_wait_s(run: RecordedRun) -> float:
-    """Returns the least that a rank sees of a server or of a meeting [s]; 0 where steps end together."""
+def spent_in(run: RecordedRun, steps: Iterable[RunStep]) -> Iterator[dict[int, Spent]]:
+    """Yields where the ranks' time of each of these steps went."""
     waits: dict[int, list[float]] = {}
     for step in () if run.meets else run.steps:
         for rank, turn in step.turns.items():
             if turn.wait_s > 0.0:  # between two meetings nobody is waited for
                 waits.setdefault(rank, []).append(turn.wait_s)
-    return min((exchange_alone(own, run.ranks) for own in waits.values()), default=0.0)
-
-
-def spent_in(run: RecordedRun, step: RunStep, least_s: float) -> dict[int, Spent]:
-    """Returns where the ranks' time of a step went; ``least_s``: see `least_wait_s`."""
-    turns = step.turns
-    if not run.meets:
-        return {
-            rank: Spent(
-                compute_s=t.compute_s, exchange_s=min(t.wait_s, least_s), idle_s=max(0.0, t.wait_s - least_s)
-            )
-            for rank, t in turns.items()
-        }
-    ends_s = dict.fromkeys(turns, step.step_s)
-    exchange_s = step.step_s - max(t.compute_s for t in turns.values())
-    if run.sees_waiting:
-        ends_s = {rank: t.compute_s + t.wait_s for rank, t in turns.items()}
-        exchange_s = min(t.wait_s for t in turns.values())
-    working = {rank for rank, turn in turns.items() if turn.samples > 0}
-    if run.staged:
-        exchange_s = min(exchange_s, float(run.plans[-1].get("sync_s") or 0.0))
-        working = {rank for group in run.plans[-1]["groups"] for rank in group["ranks"]}
-    found: dict[int, Spent] = {}
-    for rank, turn in turns.items():
-        left_s, rests = ends_s[rank] - exchange_s - turn.compute_s, rank not in working
-        found[rank] = Spent(
-            compute_s=turn.compute_s,
-            exchange_s=exchange_s,
-            idle_s=0.0 if rests else left_s,
-            rest_s=left_s if rests else 0.0,
-        )
-    return found
+    # The least that a rank sees of a server or of a meeting.
+    least_s = min((exchange_alone(own, run.ranks) for own in waits.values()), default=0.0)
+    planned: Mapping[str, Any] = run.plans[-1] if run.staged else {}
+    in_groups = {rank for group in planned.get("groups", ()) for rank in group["ranks"]}
+    for step in steps:
+        exchange_s = step.step_s - max(turn.compute_s for turn in step.turns.values())
+        if run.sees_waiting:
+            exchange_s = min(turn.wait_s for turn in step.turns.values())
+        if planned:
+            exchange_s = min(exchange_s, float(planned.get("sync_s") or 0.0))
+        found: dict[int, Spent] = {}
+        for rank, turn in step.turns.items():
+            waited_s = turn.wait_s if run.sees_waiting or not run.meets else step.step_s - turn.compute_s
+            own_s = exchange_s if run.meets else min(turn.wait_s, least_s)
+            works = not run.meets or (rank in in_groups if planned else turn.samples > 0)
+            left_s = waited_s - own_s
+            found[rank] = Spent(turn.compute_s, own_s, left_s if works else 0.0, 0.0 if works else left_s)
+        yield found
 
 
 def waiting_of(run: RecordedRun) -> Waiting:
     """Returns the sums over all steps in which more than one rank took part."""
     chosen = [step for step in run.steps if len(step.turns) > 1 or run.ranks == 1]
-    least_s = least_wait_s(run)
     parts: dict[int, list[Spent]] = {rank: [] for rank in range(run.ranks)}
     caused_s = dict.fromkeys(range(run.ranks), 0.0)
     waited: list[float] = []
-    for step in chosen:
-        spent = spent_in(run, step, least_s)
+    for step, spent in zip(chosen, spent_in(run, chosen), strict=True):
         for rank, own in spent.items():
             parts[rank].append(own)
         waited.append(math.fsum(one.idle_s for one in spent.values()))
@@ -238,20 +223,17 @@ def step_stages_of(run: RecordedRun, planned_s: Sequence[float] = (), since: int
         return None
     steps = list(run.steps[since:] or run.steps)
     steps = steps[len(steps) // _EARLY :]
-    least_s, rows = least_wait_s(run), [list[Spent]() for _ in range(run.ranks)]
-    for step in steps:
-        for rank, own in spent_in(run, step, least_s).items():
+    rows = [list[Spent]() for _ in range(run.ranks)]
+    for step, spent in zip(steps, spent_in(run, steps), strict=True):
+        for rank, own in spent.items():
             if _works(run, step.turns[rank]):
                 rows[rank].append(own)
-    means = [(_sum(own), len(own)) for own in rows]
-
-    def column(name: str) -> tuple[float, ...]:
-        return tuple(getattr(total, name) / n if n else math.nan for total, n in means)
-
+    means = [[total / len(own) for total in _sum(own)] if own else [math.nan] * 4 for own in rows]
+    work, exchange, idle, _ = zip(*means, strict=True)
     stages = (
-        StepStage(kind="work", own=True, seconds=column("compute_s"), expected=tuple(planned_s)),
-        StepStage(kind="exchange", own=False, seconds=column("exchange_s")),
-        StepStage(kind="waiting", own=False, seconds=column("idle_s")),
+        StepStage(kind="work", own=True, seconds=work, expected=tuple(planned_s)),
+        StepStage(kind="exchange", own=False, seconds=exchange),
+        StepStage(kind="waiting", own=False, seconds=idle),
         StepStage(kind="between", own=run.sees_waiting, seconds=_between(run, steps)),
     )
     all_s = StepStages(stages=stages, steps=len(steps)).step_s

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.scores import Scores
 from lightning_hetero.report.spent import Outlier, StepStage, StepStages, Waiting, outliers_of
 from lightning_hetero.report.what_if import Alternatives
@@ -45,8 +45,8 @@ class Verdict:
     waited: str
     cause: str
     next_step: str
-    gain: str
-    level: Literal["good", "fair", "poor"]
+    gain: str = ""
+    level: Literal["good", "fair", "poor"] = "fair"
 
 
 def percent(part: float) -> str:
@@ -79,61 +79,50 @@ def verdict_of(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: 
             waited="How long ranks waited was not measured in this run.",
             cause="Under a stock strategy nothing times a rank's own work by itself.",
             next_step="Add StragglerMonitor() beside HeteroTrace() to the Trainer's callbacks, and run again.",
-            gain="",
-            level="fair",
         )
     if run.ranks == 1:
-        return Verdict(
-            waited="One device waits for nobody.",
-            cause="There was one rank.",
-            next_step="Nothing to do here.",
-            gain="",
-            level="good",
-        )
+        waited = "One device waits for nobody."
+        return Verdict(waited=waited, cause="There was one rank.", next_step="Nothing to do here.", level="good")
     total = waiting.total
     return Verdict(
         waited=f"You waited {total.idle_s:.1f} of {total.total_s:.1f} device-seconds ({percent(waiting.waited)}).",
-        cause=_cause(run, waiting, scores) + _early(waiting),
+        cause=_cause(run, waiting, scores),
         next_step=_next_step(run, waiting, scores, what),
-        gain=_gain(run, what),
+        gain="" if what is None else gain_text(what),
         level="good" if waiting.waited < _LITTLE else "fair" if waiting.waited < 0.2 else "poor",
     )
 
 
 def _cause(run: RecordedRun, waiting: Waiting, scores: Scores | None) -> str:
-    told = f"; {percent(waiting.exchange)} went into the exchange of gradients" if waiting.exchange > 0.005 else ""
-    if waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited):
+    if _exchanges_much(waiting):
         return f"{percent(waiting.exchange)} of the time went into the exchange of gradients, which all ranks wait for."
+    told = f"; {percent(waiting.exchange)} went into the exchange of gradients." if waiting.exchange > 0.005 else "."
     if waiting.waited < _LITTLE:
-        return f"Nobody waits for long{told}."
-    rank, part = waiting.caused
+        return f"Nobody waits for long{told}"
+    if waiting.early >= _EARLY:
+        first = waiting.steps // 10
+        told += f" {percent(waiting.early)} of the waiting was in the first {first} steps, while the run began."
+    (rank, part), slow = waiting.caused, [] if scores is None else scores.slow_ranks
+    named = _named(run, rank)
     if run.staged:
-        return (
-            "Stages take turns, and between them a pipeline has bubbles; the most work per batch is"
-            f" {_named(run, rank)}'s{told}."
-        )
-    slow = scores.slow_ranks if scores is not None else []
+        cause = f"stages take turns, and between them a pipeline has bubbles; the most work per batch is {named}'s"
     # Under an engine that gives slow ranks less, they are no cause by themselves.
-    if scores is not None and rank in slow and (run.engine not in _SHARES or part >= _BLAMED):
+    elif scores is not None and rank in slow and (run.engine not in _SHARES or part >= _BLAMED):
         ratio = max(scores.typical[r] for r in slow)
-        named = f"{ranks_text(slow)} take up to" if len(slow) > 1 else f"{_named(run, rank)} takes"
-        return f"{begun(named)} {ratio:.2f} times as long per item of work as the ranks' median{told}."
-    if part < _BLAMED:
-        return f"No single rank: ranks are late by turns{told}."
-    if scores is not None and rank in scores.spells:
-        named = begun(_named(run, rank))
-        return f"{named} is slow at times, not always: {percent(part)} of the waiting was for it{told}."
-    return (
-        f"{percent(part)} of the waiting was for {_named(run, rank)}, which is not slow per item: it has more work"
-        f" than the others{told}."
-    )
+        takes = f"{ranks_text(slow)} take up to" if len(slow) > 1 else f"{named} takes"
+        cause = f"{takes} {ratio:.2f} times as long per item of work as the ranks' median"
+    elif part < _BLAMED:
+        cause = "no single rank: ranks are late by turns"
+    elif scores is not None and rank in scores.spells:
+        cause = f"{named} is slow at times, not always: {percent(part)} of the waiting was for it"
+    else:
+        more = "which is not slow per item: it has more work than the others"
+        cause = f"{percent(part)} of the waiting was for {named}, {more}"
+    return begun(cause) + told
 
 
-def _early(waiting: Waiting) -> str:
-    if waiting.waited < _LITTLE or waiting.early < _EARLY:
-        return ""
-    first = waiting.steps // 10
-    return f" {percent(waiting.early)} of the waiting was in the first {first} steps, while the run began."
+def _exchanges_much(waiting: Waiting) -> bool:
+    return waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited)
 
 
 def _named(run: RecordedRun, rank: int) -> str:
@@ -147,7 +136,7 @@ def begun(words: str) -> str:
 
 
 def _next_step(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: Alternatives | None) -> str:
-    if waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited):
+    if _exchanges_much(waiting):
         return (
             "Exchange less often or less: a larger batch per device, accumulate_grad_batches, or"
             " a DDP communication hook that compresses."
@@ -169,23 +158,16 @@ def _next_step(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: 
     return "No engine of this package takes less. Steps differ from one another: larger batches would even them out."
 
 
-def _gain(run: RecordedRun, what: Alternatives | None) -> str:
-    if what is None:
-        return ""
-    best, best_s = what.best
-    mine_s = what.measured_s
-    words: list[str] = []
-    if best != run.engine:
-        words.append(
-            f"{STRATEGIES.get(best, best)} would take about {milliseconds(best_s)} per global batch instead of"
-            f" {milliseconds(mine_s)}: {mine_s / best_s:.2f} times as fast."
-        )
-    else:
-        words.append(f"A global batch takes {milliseconds(mine_s)}; no other engine would take 2 % less.")
-    if best == "stale" != run.engine:
+def gain_text(what: Alternatives) -> str:
+    """Returns what another engine would give, in sentences."""
+    (best, best_s), mine_s, ddp_s = what.best, what.measured_s, what.engines.get("ddp", math.nan)
+    words = [f"A global batch takes {milliseconds(mine_s)}; no other engine would take 2 % less."]
+    if best != what.engine:
+        would = f"{STRATEGIES.get(best, best)} would take about {milliseconds(best_s)} per global batch instead of"
+        words = [begun(f"{would} {milliseconds(mine_s)}: {mine_s / best_s:.2f} times as fast.")]
+    if best == "stale" != what.engine:
         words.append("Its gradients may be a few updates old.")
-    ddp_s = what.engines.get("ddp", math.nan)
-    if run.engine != "ddp" and not math.isnan(ddp_s):
+    if "ddp" not in (what.engine, best) and not math.isnan(ddp_s):
         words.append(f"Stock DDP would take about {milliseconds(ddp_s)}.")
     return " ".join(words)
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median_low
+from statistics import fmean
 
 from lightning_hetero.cluster.spec import override_cluster
+from lightning_hetero.plan.estimate import EngineName
 from lightning_hetero.plan.parallel import balanced, ddp
 from lightning_hetero.plan.planner import ENGINES
-from lightning_hetero.plan.recorded import setup_from_steps
+from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import like_another, without
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
-from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.solvers.placement import evaluate_plan
 
 _FEW_STEPS = 48  # for mended ranks and dropped cards, which ask many times
 _MOST_RANKS = 12  # of these
+_ASKED: tuple[EngineName, ...] = ("ddp", "balanced", "stale")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,38 +79,33 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
         return _of_pipeline(run, pipeline)
     if run.ranks < 2 or run.staged or not run.steps:
         return None
-    numbers = [n for n in run.full if not run.meets or len(run.steps[n].turns) == run.ranks]
-    steps = [run.steps[n] for n in numbers[len(numbers) // 10 :]]
-    samples = round(median_low([step.samples for step in steps])) if steps else 0
-    if len(steps) < 2 or samples < 1:
-        return None
-    records = [run.records_of(step) for step in steps]
     try:
-        setup, few = (setup_from_steps(rows, samples, meets=run.meets) for rows in (records, records[-_FEW_STEPS:]))
-    except ValueError:  # a rank has never worked
+        setup, few = setup_from_run(run), setup_from_run(run, most_steps=_FEW_STEPS)
+    except ValueError:  # no full batch, or a rank has never worked
         return None
-    engine = run.engine if run.engine in ("balanced", "stale") else "ddp"
-    beside = engine if engine != "ddp" else "balanced"
-    each = samples / run.ranks
-    typical_s = [cost.seconds(each) * fmean(few.slowness[rank]) for rank, cost in enumerate(few.costs)]
+    if setup.series < 2:
+        return None
+    engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
+    beside: EngineName = engine if engine != "ddp" else "balanced"
+    each = setup.global_batch / run.ranks
+    typical_s = [cost.seconds(each) * few.mean_slowness(rank) for rank, cost in enumerate(few.costs)]
     slowest_first = sorted(range(run.ranks), key=lambda rank: -typical_s[rank])
     dropped: list[Dropped] = []
     for count in range(min(run.ranks, _MOST_RANKS)):
-        gone = slowest_first[:count]
-        rest = without(few, gone)
+        rest = without(few, slowest_first[:count])
         ddp_s = _step_s("ddp", rest)
-        dropped.append(
-            Dropped(ranks=tuple(gone), ddp_s=ddp_s, engine_s=ddp_s if rest.ranks == 1 else _step_s(beside, rest))
-        )
+        engine_s = ddp_s if rest.ranks == 1 else _step_s(beside, rest)
+        dropped.append(Dropped(ranks=tuple(slowest_first[:count]), ddp_s=ddp_s, engine_s=engine_s))
+    steps = [run.steps[number] for number in run.full]
     taken = [step.step_s for step in steps] if run.meets else run.taken_s(steps)
     return Alternatives(
         engine=run.engine,
-        samples=samples,
-        measured_s=fmean(taken[-len(setup.slowness[0]) :]),
-        engines={name: _step_s(name, setup) for name in ("ddp", "balanced", "stale")},
+        samples=setup.global_batch,
+        measured_s=fmean(taken[-setup.series :]),
+        engines={name: _step_s(name, setup) for name in _ASKED},
         few_s=dropped[0].ddp_s if engine == "ddp" else dropped[0].engine_s,
         mended={
-            rank: _step_s(engine, like_another(few, rank, _median_of_others(typical_s, rank)))
+            rank: _step_s(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
             for rank in sorted(slowest_first[:_MOST_RANKS])
         },
         dropped=tuple(dropped),
@@ -116,14 +113,14 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
     )
 
 
-def _step_s(engine: str, setup: Setup) -> float:
-    found = next(estimate(setup) for name, estimate in ENGINES.items() if name == engine)
+def _step_s(engine: EngineName, setup: Setup) -> float:
+    found = ENGINES[engine](setup)
     return found.step_s if found.ok else math.nan
 
 
-def _median_of_others(seconds: Sequence[float], rank: int) -> int:
-    others = [(value, other) for other, value in enumerate(seconds) if other != rank]
-    return median_low(others)[1]
+def _median_of_others(slowest_first: Sequence[int], rank: int) -> int:
+    others = [other for other in slowest_first if other != rank]
+    return others[len(others) // 2]
 
 
 def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:

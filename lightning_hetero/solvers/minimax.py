@@ -8,14 +8,13 @@ Legend: T_i(x) time of rank i for x samples [s]; N total [samples]; q quantum [s
 
 The *offer* (i, x) is one more quantum for rank i that would then hold x; its time is T_i(x). Greedy starts at
 the lower bounds and takes the offer of least (time, rank) until N is reached. As T_i never decreases, the
-offers of a rank come in order: greedy merges n sorted lists, **it takes the K offers least in (time, rank)**,
-K = (N - sum lower) / q. Two facts follow, and the whole file rests on them.
+offers of a rank come in order. With K the number of quanta to be dealt out:
 
 (1) Greedy is optimal. Let D* be the time of its last offer. Fewer than K offers have a time below D*, so any
     split takes one of at least D*; and the time at the lower bounds is paid by every split.
-(2) For any D, if the offers of time <= D are at most K, greedy takes all of them. So one may start from any such
-    deadline. Straight lines start just below the fractional optimum, from which few quanta are missing; a heap deals
-    these out. Any other costs start at the last float for which (2) holds: all that is missing then has one time.
+(2) For any D, if the offers of time <= D are at most K, greedy takes all of them. So one may start from any shares
+    within such a deadline. Here it is just below the fractional optimum, from which few quanta are missing; a heap
+    deals these out.
 
 Saturating costs T_i(x) = max(c_i, L_i(x)) with lines L_i need no search of their own. A rank pays its floor c_i for any
 x, so max_i T_i(x_i) = max(max_i c_i, max_i L_i(x_i)): **the split that is best for the lines is best for the costs.**
@@ -26,6 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 import struct
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -106,12 +106,63 @@ def minimax(
     for i, cost in enumerate(costs):
         if type(cost) is SaturatingCost:
             lines[i], floor_s = cost.line, max(floor_s, cost.floor_s)
-    found = None
-    if all([type(line) is AffineCost for line in lines]):  # a subclass may override seconds()
-        found = _deal(lines, total, lower, upper, low, high, q)  # type: ignore[arg-type]
-    shares, bound_s = found or _search(lines, total, lower, upper, low, high, q)
+    level_s, bound_s = _level_of_lines(lines, total, lower, upper) or _level(lines, total, lower, upper, low, high)
+    shares = deal(lines, level_s, total, low, high, q)
     makespan_s = max(floor_s, float(max([line.seconds(x) for line, x in zip(lines, shares, strict=True)])))
     return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(max(floor_s, bound_s), makespan_s))
+
+
+def deal(costs: Sequence[Cost], level_s: float, total: int, low: Ints, high: Ints, q: int = 1) -> list[int]:
+    """Returns greedy's shares: those done just before ``level_s``, and what is left, offer by offer.
+
+    Args:
+        costs: non-decreasing; only `seconds` decides, `most_samples` tells where to look.
+        level_s: about the time of the best split with fractions [s]; the nearer it is, the fewer offers are left.
+        total, low, high, q: as in `minimax`; a split exists.
+    """
+    ranks = list(zip(costs, low, high, strict=True))
+    start_s, early = min(level_s, sys.float_info.max), 1e-12
+    while True:
+        start_s = start_s * (1.0 - early) if start_s > 1e-300 else -1.0  # -1: nothing is done in time
+        shares = [_about(cost, start_s, a, b, q) for cost, a, b in ranks]
+        left = (total - sum(shares)) // q
+        if left >= 0:
+            break
+        early = min(8.0 * early, 0.5)
+    offers = [(cost.seconds(x + q), i) for i, ((cost, _, b), x) in enumerate(zip(ranks, shares, strict=True)) if x < b]
+    heapq.heapify(offers)
+    while left > 0:
+        due_s, i = offers[0]
+        cost, _, most = ranks[i]
+        shares[i] += q
+        left -= 1
+        if shares[i] >= most:
+            heapq.heappop(offers)
+            continue
+        next_s = cost.seconds(shares[i] + q)
+        if next_s <= due_s and left:  # flat here: all that it does at this time is its own
+            flat = most_in_time(cost, due_s, shares[i], min(most, shares[i] + left * q), q)
+            left, shares[i] = left - (flat - shares[i]) // q, flat
+            next_s = cost.seconds(flat + q) if flat < most else math.inf
+        if shares[i] < most:
+            heapq.heapreplace(offers, (next_s, i))
+        else:
+            heapq.heappop(offers)
+    return shares
+
+
+def _about(cost: Cost, deadline_s: float, low: int, high: int, q: int) -> int:
+    """Returns a share within the deadline, at least ``low``: gallops down from where the fractional answer is."""
+    most = cost.most_samples(deadline_s)
+    if not most > low:
+        return low
+    good = high if most >= high else max(low, int(most) // q * q)
+    if cost.seconds(good) <= deadline_s:
+        return good
+    late, step = good, q
+    while good > low and cost.seconds(good) > deadline_s:
+        late, good, step = good, max(low, good - step), 2 * step
+    return most_in_time(cost, deadline_s, good, late - q, q) if good > low else low
 
 
 def most_in_time(cost: Cost, deadline_s: float, low: int, high: int, q: int) -> int:
@@ -132,56 +183,28 @@ def _quantum_clash(lower: Ints, upper: Ints, low: Ints, high: Ints, total: int, 
     return f"with bounds tightened to multiples of quantum={q}, {reason}, or lower quantum" if reason else ""
 
 
-def _deal(
-    costs: Sequence[AffineCost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints, q: int
-) -> tuple[list[int], float] | None:
-    """Returns greedy's shares of straight lines, and the makespan of the best fractional split [s].
-
-    None where floats are too coarse for that: slopes of 0, or lost beside the fixed time.
-    """
-    fixed = [c.fixed_s for c in costs]
-    slope = [c.per_sample_s for c in costs]
-    if min(slope) < _LEAST or max(slope) > _MOST or max(fixed) > _MOST:
-        return None
-    level_s, bound_s = _water_level(fixed, slope, total, lower, upper)
-    if q > 1:
-        level_s, _ = _water_level(fixed, slope, total, low, high)
-    start_s = level_s * _BELOW
-    shares: list[int] = []
-    offers: list[tuple[float, int]] = []
-    for i, (f, p, a, b) in enumerate(zip(fixed, slope, low, high, strict=True)):
-        v = (start_s - f) / p
-        x = a if v <= a else b if v >= b else max(a, int(v) // q * q)
-        shares.append(x)
-        if x < b:
-            offers.append((f + p * (x + q), i))
-    left = (total - sum(shares)) // q
-    if not 0 <= left <= 4 * len(shares):
-        return None
-    heapq.heapify(offers)
-    for _ in range(left):
-        i = offers[0][1]
-        x = shares[i] = shares[i] + q
-        if x < high[i]:
-            heapq.heapreplace(offers, (fixed[i] + slope[i] * (x + q), i))
-        else:
-            heapq.heappop(offers)
-    return shares, bound_s
-
-
-def _water_level(
-    fixed: Sequence[float], slope: Sequence[float], total: float, lower: Ints, upper: Ints
-) -> tuple[float, float]:
+def _level_of_lines(
+    costs: Sequence[Cost], total: int, lower: Ints, upper: Ints
+) -> tuple[float, float] | None:
     """Returns the deadline at which fractional shares sum to ``total`` [s], and their makespan [s].
+
+    None where costs are no lines, or such that floats are too coarse for this.
 
     Pegging as in `apportion`: the free ranks finish together; while that breaks bounds, fix the ranks on the
     side (too little, too much) that is off by more. The makespan is later only through lower bounds.
     """
-    free = list(zip(fixed, [1.0 / p for p in slope], lower, upper, strict=True))
+    free: list[_Line] = []
+    for cost, a, b in zip(costs, lower, upper, strict=True):
+        if type(cost) is not AffineCost:  # a subclass may override seconds()
+            return None
+        if not (_LEAST <= cost.per_sample_s <= _MOST and cost.fixed_s <= _MOST):
+            return None
+        free.append((cost.fixed_s, 1.0 / cost.per_sample_s, a, b))
+    left = float(total)
     level = pegged_s = 0.0
     while free:
         rates = [r for _, r, _, _ in free]
-        level = (total + math.fsum([f * r for f, r, _, _ in free])) / math.fsum(rates)
+        level = (left + math.fsum([f * r for f, r, _, _ in free])) / math.fsum(rates)
         lack = excess = 0.0
         below: list[_Line] = []
         above: list[_Line] = []
@@ -200,40 +223,28 @@ def _water_level(
         if not below and not above:
             return level, max(level, pegged_s)
         pegged, others, bound = (below, above, 2) if lack >= excess else (above, below, 3)
-        total -= sum([rank[bound] for rank in pegged])
+        left -= sum([rank[bound] for rank in pegged])
         pegged_s = max(pegged_s, *[rank[0] + rank[bound] / rank[1] for rank in pegged])
         free = between + others
     return level, pegged_s
 
 
-def _search(
-    costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints, q: int
-) -> tuple[list[int], float]:
-    """Returns the same for any costs, by bisection over all floats: the deadline D* itself, exactly."""
+def _level(
+    costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints
+) -> tuple[float, float]:
+    """Returns the same for any costs, by bisection over all floats."""
     due = [c.seconds(x) for c, x in zip(costs, lower, strict=True)]
     if not all([t >= 0.0 for t in due]):  # NaN is refused too
         raise ValueError(f"costs take {due} s for lower={lower}: times must be numbers >= 0")
     if any([c.seconds(b) < c.seconds(a) for c, a, b in zip(costs, low, high, strict=True)]):
         raise ValueError("a cost's seconds() decreases with samples: the search needs non-decreasing costs")
 
-    def within(place: int) -> list[int]:
-        deadline_s = _float(place)
-        return [most_in_time(c, deadline_s, a, b, q) for c, a, b in zip(costs, low, high, strict=True)]
-
     def fill(place: int) -> float:
         deadline_s, limits = _float(place), zip(costs, lower, upper, strict=True)
         return math.fsum([min(max(c.most_samples(deadline_s), a), b) for c, a, b in limits])
 
-    floats = range(_ENDLESS + 1)
-    late = bisect_right(floats, total, key=lambda place: sum(within(place)))
-    shares = within(late - 1) if late else list(low)
-    left = total - sum(shares)
-    if left:  # offers of the one time D*, which go by rank
-        for i, most in enumerate(within(min(late, _ENDLESS))):
-            more = min(left, most - shares[i])
-            shares[i], left = shares[i] + more, left - more
-    level = bisect_left(floats, total * _BELOW, key=fill)
-    return shares, max([_float(min(level, _ENDLESS)), *due])
+    level_s = _float(min(bisect_left(range(_ENDLESS + 1), total * _BELOW, key=fill), _ENDLESS))
+    return level_s, max([level_s, *due])
 
 
 def _float(place: int) -> float:

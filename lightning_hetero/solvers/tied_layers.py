@@ -24,7 +24,7 @@ def join_layers(model: ModelCost, spans: Sequence[Span]) -> tuple[ModelCost, tup
     inside = {layer for first, last in spans for layer in range(first + 1, last + 1)}
     starts = [layer for layer in range(len(model.layers)) if layer not in inside]
     bounds = (*starts, len(model.layers))
-    layers = tuple(_joined(model.layers[a:b]) for a, b in pairwise(bounds))
+    layers = tuple(joined(model.layers[a:b]) for a, b in pairwise(bounds))
     return replace(model, layers=layers), bounds
 
 
@@ -34,7 +34,8 @@ def split_again(plan: PipelinePlan, bounds: Sequence[int]) -> PipelinePlan:
     return replace(plan, groups=groups)
 
 
-def _joined(layers: Sequence[LayerCost]) -> LayerCost:
+def joined(layers: Sequence[LayerCost]) -> LayerCost:
+    """Returns layers as one: times and bytes add up, and the output is the last one's."""
     if len(layers) == 1:
         return layers[0]
 

@@ -34,8 +34,8 @@ from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling,
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.stale.fit.step_loop import StepLoop
-from lightning_hetero.stale.runtime.memory.layout import CompressionName, check_compression
-from lightning_hetero.stale.runtime.processes.start import ServerSettings
+from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
+from lightning_hetero.stale.runtime.start import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,16 +30,19 @@ from lightning_hetero.transport.base import (
     ServerLostError,
     WorkerLink,
 )
-from lightning_hetero.transport.memory import map_parameters, map_slot, remove_abandoned
-from lightning_hetero.transport.seqlock import Slot, bytes_of, check_flat
+from lightning_hetero.transport.memory import map_parts
+from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of, check_flat
 from lightning_hetero.transport.sockets import (
     WireError,
+    connect_to_tcp,
+    connect_to_unix,
     hello,
     lost,
     peer_credentials,
     receive_exactly,
     receive_into,
     receive_reply,
+    receive_welcome,
     send_all,
     send_now,
 )
@@ -54,7 +56,7 @@ def connect(address: str, rank: int, timeout_s: float = 60.0) -> LocalLink | Rem
     """Returns a worker's end.
 
     Args:
-        address: one of `ServerListener`'s, ``folder#token`` or ``host:port#token``.
+        address: one of `ServerListener`'s, ``unix:name#token`` or ``host:port#token``.
         rank: this worker.
         timeout_s: how long the server may take to answer.
 
@@ -65,21 +67,20 @@ def connect(address: str, rank: int, timeout_s: float = 60.0) -> LocalLink | Rem
     """
     place, _, token = address.rpartition("#")
     host, _, port = place.rpartition(":")
-    if len(token) != 32 or not (os.path.isabs(place) or (host and port.isdigit())):
-        raise ValueError(f"address={address!r} must be a ServerListener's, 'folder#token' or 'host:port#token'")
+    near = host == "unix"
+    if len(token) != 32 or not (near or (host and port.isdigit())):
+        raise ValueError(f"address={address!r} must be a ServerListener's, 'unix:name#token' or 'host:port#token'")
     with contextlib.ExitStack() as undo:
         try:
-            if os.path.isabs(place):
-                connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                connection.settimeout(timeout_s)
-                connection.connect(f"{place}/control")
-                if (uid := peer_credentials(connection)[1]) != os.getuid():
-                    raise _RefusedError(f"the server at {place} is of user {uid}, not of {os.getuid()}")
+            connection = connect_to_unix(port, timeout_s) if near else connect_to_tcp(host, int(port), timeout_s)
+            undo.enter_context(connection)
+            if near and (uid := peer_credentials(connection)[1]) != os.getuid():
+                raise _RefusedError(f"the server at {place} is of user {uid}, not of {os.getuid()}")
+            (pid, *sizes), handed = _greet(connection, rank, bytes.fromhex(token), time.monotonic() + timeout_s)
+            if near:
+                link = LocalLink(connection, rank, pid, *map_parts(*handed, *sizes))
             else:
-                connection = undo.enter_context(socket.create_connection((host, int(port)), timeout_s))
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sizes = _greet(connection, rank, bytes.fromhex(token), time.monotonic() + timeout_s)
-            link = (LocalLink if os.path.isabs(place) else RemoteLink)(connection, rank, place, *sizes)
+                link = RemoteLink(connection, rank, pid, place, *sizes)
         except _RefusedError as refused:
             raise ConnectionRefusedError(str(refused)) from None
         except TimeoutError:
@@ -94,18 +95,20 @@ class _RefusedError(Exception):
     """One side does not want the other."""
 
 
-def _greet(connection: socket.socket, rank: int, token: bytes, deadline: float) -> Sequence[int]:
-    """Returns slot bytes, parameter bytes and pid of a server that lets this worker in."""
+def _greet(connection: socket.socket, rank: int, token: bytes, deadline: float) -> tuple[Sequence[int], list[int]]:
+    """Returns the numbers and the file descriptors that a server hands to a worker which it lets in."""
 
-    def welcome() -> Reply:
-        if (reply := receive_reply(connection, deadline)).kind != Say.DONE:
+    def welcome() -> tuple[Reply, list[int]]:
+        reply, handed = receive_welcome(connection, deadline)
+        if reply.kind != Say.DONE:
             raise _RefusedError(f"the server refused rank {rank}: {reply.text}")
-        return reply
+        return reply, handed
 
-    challenge = welcome().text
+    challenge = welcome()[0].text
     with contextlib.suppress(BrokenPipeError):  # refused already: the reason is waiting to be read
         send_all(connection, hello(rank, challenge, token), deadline)
-    return welcome().numbers
+    reply, handed = welcome()
+    return reply.numbers, handed
 
 
 class _SocketLink(WorkerLink):
@@ -114,6 +117,7 @@ class _SocketLink(WorkerLink):
     Args:
         connection: behind the handshake.
         rank: this worker.
+        slot: its gradients.
         server_pid: the server's process.
     """
 
@@ -231,11 +235,10 @@ class LocalLink(_SocketLink):
     """On the server's node: slot and parameters are memory of both; see `connect`."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, place: str, slot_bytes: int, parameter_bytes: int, pid: int
+        self, connection: socket.socket, rank: int, server_pid: int, slot: Slot, parameters: ParameterArea
     ) -> None:
-        self._folder = Path(place)
-        super().__init__(connection, rank, map_slot(self._folder, rank, slot_bytes), pid)
-        self._parameters = map_parameters(self._folder, parameter_bytes)
+        super().__init__(connection, rank, slot, server_pid)
+        self._parameters = parameters
 
     @property
     def shared(self) -> tuple[Tensor, ...]:
@@ -250,19 +253,14 @@ class LocalLink(_SocketLink):
     def newest_version(self) -> int:
         return self._parameters.newest()
 
-    def _why_lost(self, doing: str) -> ServerLostError:
-        error = super()._why_lost(doing)
-        remove_abandoned(self._folder)
-        return error
-
 
 class RemoteLink(_SocketLink):
     """Elsewhere: the server has a copy of the slot, and parameters are asked for; see `connect`."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, place: str, slot_bytes: int, parameter_bytes: int, pid: int
+        self, connection: socket.socket, rank: int, server_pid: int, place: str, slot_bytes: int, parameter_bytes: int
     ) -> None:
-        super().__init__(connection, rank, Slot.empty(slot_bytes), pid)
+        super().__init__(connection, rank, Slot.empty(slot_bytes), server_pid)
         self._address, self._parameter_bytes = place, parameter_bytes
         self._newest = -1
         self._sent: list[tuple[int, int]] = []

@@ -47,6 +47,7 @@ from lightning_hetero.transport.sockets import (
     open_pidfd,
     peer_credentials,
     send_now,
+    send_welcome,
     tcp_door,
     unix_door,
 )
@@ -63,7 +64,6 @@ class ServerListener(Listener):
     """See the module; made in the process that forks the server or in the server itself. Workers may connect at once.
 
     Args:
-        directory: the folder to make our own (0700) in; None: /dev/shm, XDG_RUNTIME_DIR or the temporary folder.
         near: the workers of this node, which share memory with the server.
         far: workers that do not.
         host: name by which those reach this machine.
@@ -74,37 +74,31 @@ class ServerListener(Listener):
         far_address: what others need; empty if there are none.
 
     Raises:
-        ValueError: a size is not positive, ranks are none, negative or twice, or the folder's path is too long.
-        OSError: no room for the files.
+        ValueError: a size is not positive, or ranks are none, negative or twice.
+        OSError: no room for so much shared memory, or no socket.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | None = None, *, near: Iterable[int] = (), far: Iterable[int] = (),
-        host: str = "127.0.0.1", slot_bytes: int, parameter_bytes: int,
+        self, *, near: Iterable[int] = (), far: Iterable[int] = (), host: str = "127.0.0.1", slot_bytes: int,
+        parameter_bytes: int,
     ) -> None:  # fmt: skip
         check_sizes(slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
         self._near, elsewhere = frozenset(near), frozenset(far)
         self.ranks = self._near | elsewhere
         if not self.ranks or any(type(rank) is not int or rank < 0 for rank in self.ranks) or self._near & elsewhere:
             raise ValueError(f"ranks={sorted(self.ranks)} must be whole numbers >= 0, at least one, and each once")
-        memory = ServerMemory(directory, near=self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
-        self._memory = memory
+        self._memory = ServerMemory(self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
         self._token = secrets.token_bytes(16)
         self._doors: list[socket.socket] = []
         self.near_address = self.far_address = ""
-        try:
-            if memory.folder is not None:
-                self._doors.append(unix_door(memory.folder / "control"))
-                self.near_address = f"{memory.folder}#{self._token.hex()}"
-            if elsewhere:
-                self._doors.append(tcp_door(host))
-                self.far_address = f"{host}:{self._doors[-1].getsockname()[1]}#{self._token.hex()}"
-        except OSError as error:
-            memory.remove()
-            memory.close()
-            if "too long" in str(error):
-                raise ValueError(f"{memory.folder} is too long for a socket: name one of a shorter path") from error
-            raise
+        self._unix_name = ""
+        if self._near:
+            door, self._unix_name = unix_door()
+            self._doors.append(door)
+            self.near_address = f"unix:{self._unix_name}#{self._token.hex()}"
+        if elsewhere:
+            self._doors.append(tcp_door(host))
+            self.far_address = f"{host}:{self._doors[-1].getsockname()[1]}#{self._token.hex()}"
         self._bell = os.pipe()
         for end in self._bell:
             os.set_blocking(end, False)
@@ -120,8 +114,8 @@ class ServerListener(Listener):
 
     def fileno_list(self) -> list[int]:
         """Returns the descriptors a forked server must keep open, before `events` was ever called."""
-        locked = [] if self._memory.lock is None else [self._memory.lock]
-        return [*locked, *(door.fileno() for door in self._doors), *self._bell]
+        memory = [] if self._memory.descriptor is None else [self._memory.descriptor]
+        return [*memory, *(door.fileno() for door in self._doors), *self._bell]
 
     # ---- the server's thread ------------------------------------------------------------------------------
 
@@ -174,17 +168,14 @@ class ServerListener(Listener):
             self._send(peer, Reply(kind=Say.LEFT, text=reason))  # stays to be read when the connection is closed
             self._drop(peer, reason)
 
-    def remove(self) -> None:
-        """Removes the files; what has been mapped stays usable. From any thread."""
-        self._memory.remove()
-
     def close(self) -> None:
         if self._open:
-            self.remove()
             deadline_s = time.monotonic() + _LAST_WORDS_S
             for peer in self._peers:
                 peer.join(deadline_s)  # the state for a last checkpoint above all
             self.detach()
+            if os.path.isabs(self._unix_name):
+                os.unlink(self._unix_name)
 
     # ---- connections --------------------------------------------------------------------------------------
 
@@ -319,7 +310,13 @@ class ServerListener(Listener):
             self._started().register(descriptor, selectors.EVENT_READ, peer)
         self._happened.append(Joined(rank))
         memory = self._memory
-        self._send(peer, Reply(kind=Say.DONE, numbers=(memory.slot_bytes, memory.parameter_bytes, os.getpid())))
+        numbers = os.getpid(), memory.slot_bytes, memory.parameter_bytes
+        if memory.descriptor is None or rank not in self._near:
+            self._send(peer, Reply(kind=Say.DONE, numbers=numbers))
+            return
+        with contextlib.suppress(OSError):  # it is gone: its end will be read
+            reply = Reply(kind=Say.DONE, numbers=(*numbers, memory.slot_at[rank]))
+            send_welcome(peer.connection, reply, memory.descriptor)
 
     def _send(self, peer: Peer, reply: Reply) -> None:
         peer.outbox += reply.pack()
@@ -383,7 +380,7 @@ class ServerListener(Listener):
             self._happened.append(Gone(peer.rank, reason))
 
     def detach(self) -> None:
-        """Lets go of everything without removing it: for the parent, once the forked server has taken over."""
+        """Lets go of everything: for the parent, once the forked server has taken over."""
         if not self._open:
             return
         self._open = False

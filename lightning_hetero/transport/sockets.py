@@ -3,7 +3,8 @@
     worker                                          server
            <------  Reply DONE (text: challenge), or FAILED with the reason
     HELLO  magic, format, rank, proof  ---------->  checks proof and rank
-           <------  Reply DONE (slot bytes, parameter bytes, pid), or FAILED with the reason
+           <------  Reply DONE (pid, slot bytes, parameter bytes), or FAILED with the reason
+                    on one node with the descriptor of the shared memory, and where this worker's slot begins there
     Request + payload  -------------------------->
            <------  Reply + payload
 
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 import hmac
 import os
+import secrets
 import select
 import socket
 import struct
+import sys
+import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 from lightning_hetero.transport.base import Reply, Request, ServerLostError
 
@@ -72,7 +76,7 @@ def payload_size(frame: type[Request] | type[Reply], head: bytes) -> int:
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Returns pid (0: unknown) and user id of the process at the other end of a unix socket.
 
-    Where the system does not tell, the folder's mode (0700) alone keeps other users out.
+    Where the system does not tell, the token alone keeps other users out.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return 0, os.getuid()
@@ -103,18 +107,45 @@ def has_ended(pid: int, wait_s: float) -> bool:
         os.close(descriptor)
 
 
-def unix_door(path: Path) -> socket.socket:
-    """Listens at a path, for this user's processes."""
+def unix_door() -> tuple[socket.socket, str]:
+    """Listens for processes of this node; returns the socket and its name, for `connect_to_unix`.
+
+    On Linux the name is no file's, and there is nothing to be removed. Elsewhere it is one in the temporary folder.
+    """
+    name = f"lightning-hetero-{secrets.token_hex(8)}"
+    name = f"@{name}" if sys.platform == "linux" else os.path.join(tempfile.gettempdir(), name)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        door.bind(str(path))
-        os.chmod(path, 0o600)
+        door.bind(_unix_address(name))
         door.listen(128)
         door.setblocking(False)
     except BaseException:
         door.close()
         raise
-    return door
+    return door, name
+
+
+def connect_to_unix(name: str, timeout_s: float) -> socket.socket:
+    """Returns a connection to `unix_door`; raises OSError if nobody listens there."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(_unix_address(name))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect_to_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Returns a connection to `tcp_door`; raises OSError if nobody listens there."""
+    connection = socket.create_connection((host, port), timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _unix_address(name: str) -> str:
+    return name.replace("@", "\0", 1) if name.startswith("@") else name
 
 
 def tcp_door(host: str) -> socket.socket:
@@ -177,6 +208,20 @@ def receive_reply(connection: socket.socket, deadline: float | None) -> Reply:
     """Returns the next reply; raises as `receive_into`, and ValueError if it is none."""
     head = receive_exactly(connection, Reply.SIZE, deadline)
     return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), deadline))
+
+
+def send_welcome(connection: socket.socket, reply: Reply, descriptor: int) -> None:
+    """Sends a reply and a file descriptor, on a unix socket with nothing else to be sent; raises OSError."""
+    handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
+    connection.sendmsg([reply.pack()], [handed], _NO_SIGNAL | _NO_WAIT)
+
+
+def receive_welcome(connection: socket.socket, deadline: float) -> tuple[Reply, list[int]]:
+    """Returns the next reply of a handshake, and the file descriptors that come with it; raises as `receive_reply`."""
+    connection.settimeout(_rest_s(deadline))
+    head, descriptors, *_ = socket.recv_fds(connection, Reply.SIZE, 1)
+    head += receive_exactly(connection, Reply.SIZE - len(head), deadline)
+    return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), deadline)), descriptors
 
 
 def _rest_s(deadline: float | None) -> float | None:

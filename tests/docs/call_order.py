@@ -92,7 +92,7 @@ STOPS: dict[str, dict[str, str]] = {
         "federated/decide/rounds.py:Course.ends_round": "after the round's last step ranks meet",
         "federated/fit/averaging.py:Averaging.meet": "who is there, and what each has measured",
         "federated/runtime/averaging.py:average_": "the weighted average of parameters",
-        "federated/runtime/states.py:average_states_": "and of the optimizers' state",
+        "federated/runtime/averaging.py:average_states_": "and of the optimizers' state",
         "federated/fit/rounds.py:Rounds.next": "the next round is decided",
         "federated/fit/averaging.py:Averaging.remember": "where the next round starts from",
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -10,17 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
-from lightning_hetero.demo import (
-    ALPHABET,
-    VOCABULARY,
-    CharTransformer,
-    DigitsCNN,
-    DigitsData,
-    TopicsText,
-    encode,
-)
+from lightning_hetero.demo import CharTransformer, DigitsCNN, DigitsData, TopicsText
 
 SMALL = {"block_size": 8, "width": 16, "heads": 2, "layers": 1}
 
@@ -67,11 +57,6 @@ def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.Mo
         DigitsData().setup("fit")
 
 
-def test_characters_survive_encoding_and_unknown_ones_share_the_last_id() -> None:
-    assert "".join(ALPHABET[i] for i in encode(ALPHABET)) == ALPHABET
-    assert encode("é\t").tolist() == [VOCABULARY - 1, VOCABULARY - 1]
-
-
 def test_the_topics_are_windows_that_follow_one_another_and_are_split() -> None:
     data = TopicsText(batch_size=4, block_size=16, max_train_windows=10)
     data.setup("fit")
@@ -93,24 +78,3 @@ def test_a_position_does_not_see_later_characters(changed: int) -> None:
         difference = (model(inputs) - model(other)).abs().amax(dim=(0, 2))
     assert torch.all(difference[:changed] < 1e-6)
     assert difference[changed] > 1e-4
-
-
-def logged(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    monkeypatch.setattr(model, "log", lambda name, value, **kwargs: values.update({name: value}))
-    return values
-
-
-def test_validated_perplexity_is_the_exponential_of_the_mean_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = CharTransformer(**SMALL).eval()
-    values = logged(model, monkeypatch)
-    batches = [torch.randint(0, VOCABULARY, (size, 9)) for size in (4, 1)]  # uneven on purpose
-    with torch.no_grad():
-        for index, ids in enumerate(batches):
-            model.validation_step((ids[:, :-1], ids[:, 1:]), index)
-        logits = torch.cat([model(ids[:, :-1]).flatten(0, 1) for ids in batches])
-        targets = torch.cat([ids[:, 1:].flatten() for ids in batches])
-        expected = math.exp(float(F.cross_entropy(logits, targets)))
-    assert float(values["val_perplexity"].compute()) == pytest.approx(expected, rel=1e-4)

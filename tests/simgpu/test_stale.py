@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
+from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE
 from tests.ranks.exact_models import Manual
 from tests.ranks.kit import Toy
 from tests.ranks.stale.note import backward, now, same, start

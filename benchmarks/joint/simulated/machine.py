@@ -86,7 +86,7 @@ class Machine:
                 traffic += size_bytes
         samples = sum(group.samples for group in plan.groups)
         problem = Problem(self.model, cluster, samples, (samples,))
-        params = float(problem.param_bytes[-1]) + problem.leader_param_bytes
+        params = float(problem.param_bytes[-1]) + problem.outside.param_bytes
         traffic += 2.0 * (len(plan.groups) - 1) * params
         synchronised_s = sync_s(problem, [Pipe(group.ranks, group.cuts) for group in plan.groups])
         return Batch(

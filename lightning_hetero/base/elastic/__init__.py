@@ -6,5 +6,4 @@
 ``join``       a rank that comes late, or again: how it and the members find each other
 ``admission``  the members' side of it
 ``coming``     what both say to each other in the store where their new process group meets
-``start``      they wait for one another before they train together
 """

@@ -26,7 +26,6 @@ from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.base.nodes import gather_nodes
 from lightning_hetero.base.run import Binder, EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Meetings(Protocol):
         ...
 
 
-class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
+class ElasticDDPStrategy(HeteroStrategy[Run]):
     """See the module; what is trained, and how, is a subclass's: `_meetings` and `_in_step` are for it to say.
     """
 

@@ -19,20 +19,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from lightning_hetero.federated.decide.rounds import Client, RoundPlan
 from lightning_hetero.predictors import Predictor, PredictorName
-from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.bounds import Bound, ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 
 RoundPolicyName: TypeAlias = Literal["lb-bsp", "fedavg", "adaptive_steps", "scaled_lr"]
 Measured: TypeAlias = tuple[float, float, float]
 """Samples, local steps and seconds of own work of one rank, since the decision before."""
-
-
-Bound: TypeAlias = int | Sequence[int] | None
 
 
 class RoundPolicy(ABC):
@@ -46,32 +44,20 @@ class RoundPolicy(ABC):
     resizes: ClassVar[bool] = False
     again: bool = True
 
-    def start(
-        self,
-        clients: Sequence[Client],
-        *,
-        local_steps: int,
-        lower: Bound = None,
-        upper: Bound = None,
-        total: int | None = None,
-        least: int = 1,
-    ) -> None:
+    def start(self, clients: Sequence[Client], *, local_steps: int, **sizes: Any) -> None:
         """Opens a run.
 
         Args:
             clients: what each rank trains on.
             local_steps: of a round.
-            lower, upper, total, least: see `client_bounds`.
+            sizes: ``lower``, ``upper``, ``total`` and ``least`` of batches, see `client_bounds`.
 
         Raises:
             ValueError: the bounds admit no batches.
         """
+        del sizes  # for policies that re-size batches
         self._own = tuple(client.batch_size for client in clients)
         self._local_steps = local_steps
-        self._open(clients, lower=lower, upper=upper, total=total, least=least)
-
-    def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
-        """Called at the end of `start`, for policies that divide something; ``sizes``: see `client_bounds`."""
 
     def keep(self, ranks: Sequence[int | None]) -> None:
         """Before another `start` within a run, because ranks were lost or have come: goes on with what was learned.
@@ -83,9 +69,8 @@ class RoundPolicy(ABC):
     @property
     def plan(self) -> RoundPlan:
         """The plan of the next round."""
-        world_size = len(self._own)
-        steps, factors = (self._local_steps,) * world_size, (1.0,) * world_size
-        return RoundPlan(sizes=self._own, steps=steps, lr_factors=factors)
+        number = len(self._own)
+        return RoundPlan(sizes=self._own, steps=(self._local_steps,) * number, lr_factors=(1.0,) * number)
 
     @abstractmethod
     def decide(self, measured: Sequence[Measured]) -> ShareDecision | None:
@@ -133,12 +118,9 @@ class _BySpeed(RoundPolicy):
     """
 
     def __init__(
-        self,
-        *,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
+        self, *, predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
         balance: BalancePolicy | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if balance is not None and (predictor != "kalman" or dead_band != 0.02):
             raise ValueError("give either a whole balance, or predictor and dead_band, not both")
         # A record is a round, so none is thrown away; single steps that say nothing are left out of it.
@@ -158,9 +140,10 @@ class _BySpeed(RoundPolicy):
     def keep(self, ranks: Sequence[int | None]) -> None:
         """Keeps the speeds of the ranks that are left. With a new rank all begin equal, as in the first round."""
         self._resumed = None
-        state, nobody = self.balance.state_dict(), self.balance.prototype.fresh().state_dict()
-        known, whole = state["predictors"], None not in ranks
-        predictors = [known[i] if i is not None and whole else nobody for i in ranks]
+        state = self.balance.state_dict()
+        left = [state["predictors"][i] for i in ranks if i is not None]
+        new = self.balance.prototype.fresh().state_dict()
+        predictors = left if len(left) == len(ranks) else [new] * len(ranks)
         self.balance.load_state_dict({**state, "predictors": predictors, "most_samples": (), "guard": {}})
 
     @property
@@ -205,23 +188,18 @@ class LbBsp(_BySpeed):
 
     resizes = True
 
-    def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
+    def start(self, clients: Sequence[Client], *, local_steps: int, **sizes: Any) -> None:
+        super().start(clients, local_steps=local_steps)
         bounds, wanted = client_bounds(clients, **sizes)
         self._divide(len(clients), wanted, bounds)
 
     @property
     def plan(self) -> RoundPlan:
-        world_size = len(self._own)
-        steps = (self._local_steps,) * world_size
-        return RoundPlan(sizes=self.divided, steps=steps, lr_factors=self._factors())
-
-    def _factors(self) -> tuple[float, ...]:
-        return (1.0,) * len(self._own)
+        return replace(super().plan, sizes=self.divided)
 
     def _record(self, rank: int, measured: Measured) -> SpeedSample:
         samples, steps, seconds = measured
-        size = samples / steps
-        return SpeedSample(rank=rank, step=0, samples=max(1, round(size)), compute_s=seconds / steps)
+        return SpeedSample(rank=rank, step=0, samples=max(1, round(samples / steps)), compute_s=seconds / steps)
 
     def predict_s(self) -> tuple[float, ...]:
         return tuple(self.balance.predict_s(self.divided))
@@ -237,8 +215,10 @@ class ScaledLr(LbBsp):
         predictor, dead_band, balance: see `BalancePolicy`.
     """
 
-    def _factors(self) -> tuple[float, ...]:
-        return tuple(size / own for size, own in zip(self.divided, self._own, strict=True))
+    @property
+    def plan(self) -> RoundPlan:
+        plan = super().plan
+        return replace(plan, lr_factors=tuple(n / own for n, own in zip(plan.sizes, self._own, strict=True)))
 
 
 class AdaptiveSteps(_BySpeed):
@@ -248,14 +228,13 @@ class AdaptiveSteps(_BySpeed):
         predictor, dead_band, balance: see `BalancePolicy`; what is divided are steps.
     """
 
-    def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
-        del sizes
-        steps = self._local_steps
-        self._divide(len(clients), steps * len(clients), ShareBounds(lower=1, upper=4 * steps))
+    def start(self, clients: Sequence[Client], *, local_steps: int, **sizes: Any) -> None:
+        super().start(clients, local_steps=local_steps)
+        self._divide(len(clients), local_steps * len(clients), ShareBounds(lower=1, upper=4 * local_steps))
 
     @property
     def plan(self) -> RoundPlan:
-        return RoundPlan(sizes=self._own, steps=self.divided, lr_factors=(1.0,) * len(self._own))
+        return replace(super().plan, steps=self.divided)
 
     def _record(self, rank: int, measured: Measured) -> SpeedSample:
         _, steps, seconds = measured
@@ -267,11 +246,8 @@ class AdaptiveSteps(_BySpeed):
 
 
 _KNOWN: dict[str, Callable[..., RoundPolicy]] = {
-    "lb-bsp": LbBsp,
-    "fedavg": FedAvg,
-    "adaptive_steps": AdaptiveSteps,
-    "scaled_lr": ScaledLr,
-}
+    "lb-bsp": LbBsp, "fedavg": FedAvg, "adaptive_steps": AdaptiveSteps, "scaled_lr": ScaledLr
+}  # fmt: skip
 
 
 def by_name(name: str, **settings: Any) -> RoundPolicy:
@@ -295,15 +271,6 @@ def by_name(name: str, **settings: Any) -> RoundPolicy:
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------
-
-
-def check_bounds(lower: Bound, upper: Bound) -> None:
-    """Checks the arguments ``min_samples`` and ``max_samples``.
-
-    Raises:
-        ValueError: one is no number of samples.
-    """
-    ShareBounds(lower=lower, upper=upper)
 
 
 def client_bounds(
@@ -332,8 +299,7 @@ def client_bounds(
     equal = wanted / world_size
     low = _listed("min_samples", lower, world_size) or [max(1, math.floor(equal / 4))] * world_size
     up = _listed("max_samples", upper, world_size)
-    if up is None:
-        up = [max(4 * math.ceil(equal), client.batch_size) for client in clients]
+    up = up or [max(4 * math.ceil(equal), client.batch_size) for client in clients]
     up = [max(1, min(most, client.samples)) for most, client in zip(up, clients, strict=True)]
     low = [min(max(a, least), b) if lower is None else min(max(a, 1), c.samples) for a, b, c in
            zip(low, up, clients, strict=True)]  # fmt: skip

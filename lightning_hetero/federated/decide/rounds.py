@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,7 +118,7 @@ def of_all(rows: Sequence[ClientRow], present: Sequence[int], world_size: int) -
         present: their ranks.
         world_size: ranks at first.
     """
-    absent = ClientRow(*(0.0 for _ in ClientRow._fields))._replace(epoch=rows[0].epoch, batch=rows[0].batch)
+    absent = ClientRow._make([0.0] * len(ClientRow._fields))._replace(epoch=rows[0].epoch, batch=rows[0].batch)
     known = dict(zip(present, rows, strict=True))
     return [known.get(rank, absent) for rank in range(world_size)]
 
@@ -148,42 +148,43 @@ class Course:
 
     Args:
         rank: this rank's place among those that are there.
-        clients: what all ranks train on.
+        own: batches of this rank's data.
+        batches: of the epoch, or of what Lightning trains of it.
         again: whether a rank whose data are through begins them again; else it rests until the epoch ends.
         accumulate: batches of a local step.
-        batches: of an epoch; None: as many as the rank with most batches has.
 
     Attributes:
         rank: as given; another one when ranks are lost or come.
-        batches: of an epoch.
+        last: number of the last batch.
+        batch: number of the batch that runs.
         began: batch in which the round began.
+        chosen: ranks that take part in the round, by their permanent numbers.
     """
 
-    def __init__(
-        self, rank: int, clients: Sequence[Client], *, again: bool, accumulate: int = 1, batches: int | None = None
-    ) -> None:
-        self.batches = max(client.batches for client in clients) if batches is None else batches
-        self.began = 0
-        self.rank = rank
+    def __init__(self, rank: int, own: int, batches: int, *, again: bool, accumulate: int = 1) -> None:
+        self.rank, self.last = rank, batches - 1
+        self.batch = self.began = 0
+        self.chosen: frozenset[int] = frozenset()
         self._accumulate = accumulate
-        self._windows = math.inf if again else -(-clients[rank].batches // accumulate)
+        self._windows = math.inf if again else -(-own // accumulate)
 
-    def step_of(self, batch: int) -> int:
-        """Returns the number of the local step within the round."""
-        return (batch - self.began) // self._accumulate
+    @property
+    def step(self) -> int:
+        """Number of the local step within the round."""
+        return (self.batch - self.began) // self._accumulate
 
-    def trains(self, batch: int, plan: RoundPlan, chosen: Collection[int]) -> bool:
-        """Tells whether this rank trains in ``batch``, or rests."""
-        takes_part = self.rank in chosen and self.step_of(batch) < plan.steps[self.rank]
-        return takes_part and batch // self._accumulate < self._windows
+    def trains(self, plan: RoundPlan) -> bool:
+        """Tells whether this rank, if it takes part, trains in the batch, or rests."""
+        return self.step < plan.steps[self.rank] and self.batch // self._accumulate < self._windows
 
-    def ends_round(self, batch: int, plan: RoundPlan, last: int) -> bool:
-        """Tells whether the ranks meet behind ``batch``; ``last``: of the epoch."""
-        return batch >= last or batch - self.began + 1 >= self._accumulate * max(plan.steps)
+    def ends_round(self, plan: RoundPlan) -> bool:
+        """Tells whether the ranks meet behind the batch."""
+        return self.batch >= self.last or self.batch - self.began + 1 >= self._accumulate * max(plan.steps)
 
-    def steps_after(self, batch: int, last: int) -> bool:
-        """Tells whether Lightning counts an optimizer step for ``batch``."""
-        return batch >= last or (batch + 1) % self._accumulate == 0
+    @property
+    def ends_step(self) -> bool:
+        """Whether Lightning counts an optimizer step for the batch."""
+        return self.batch >= self.last or (self.batch + 1) % self._accumulate == 0
 
 
 # ---- for loggers and reports ----------------------------------------------------------------------------------

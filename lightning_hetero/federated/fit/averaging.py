@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
@@ -18,19 +19,14 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, disagreement
 from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
-from lightning_hetero.federated.runtime.averaging import add_proximal_, average_
-from lightning_hetero.federated.runtime.states import (
-    OptimizerEntry,
+from lightning_hetero.federated.runtime.averaging import (
+    add_proximal_,
+    average_,
     average_states_,
     complete,
-    copied_states,
     kept_states,
-    restore_states,
 )
 from lightning_hetero.transport.side_channel import SideChannel
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class Averaging:
@@ -88,11 +84,8 @@ class Averaging:
             TypeError: an optimizer keeps what has no average.
         """
         began_s = time.perf_counter()
-        back: list[Callable[[], None]] = []
 
-        def made() -> tuple[list[ClientRow], float]:
-            if clients is not None:
-                back[:] = [self._copied()]
+        def average() -> tuple[list[ClientRow], float]:
             tensors = self._tensors()
             mine = row(digest_of(kept_states(self._optimizers)), [(tuple(t.shape), str(t.dtype)) for t in tensors])
             rows = [ClientRow(*one) for one in self._channel.all_gather_row(mine)()]
@@ -101,43 +94,42 @@ class Averaging:
                 self._average(tensors, rows)
             return rows, wait_s
 
-        result = made() if clients is None else clients.together("average", made, lambda: back[0]() if back else None)
-        rows, _ = result
+        rows, wait_s = average() if clients is None else clients.together("average", average, self._copied)
         if said := disagreement(rows, members.alive):
             raise RuntimeError(said)
         server, trained = self._settings.server, self._parameters()
         if server is not None and sum(one.weight for one in rows) > 0:  # its step from the average, alike on all
             server.step([self._before.get(id(p), p.detach()) for p in trained], [p.detach() for p in trained])
-        return result
+        return rows, wait_s
 
     def _average(self, tensors: Sequence[Tensor], rows: Sequence[ClientRow]) -> None:
         total = sum(row.weight for row in rows)
         if not total > 0:
             return
         # Over the side channel where a rank may be lost in it: on gloo that is an error, and soon.
-        group = self._channel.group if self._settings.min_clients is not None else dist.group.WORLD
+        on_host = self._channel.group
+        group = on_host if self._settings.min_clients is not None else dist.group.WORLD
         part = rows[self._channel.rank].weight / total
         assert group is not None
         average_(tensors, part, group)
+        optimizers = self._optimizers
         if len({row.states for row in rows}) > 1:
-            everyone = self._channel.all_gather_object([tuple(entry) for entry in kept_states(self._optimizers)])
-            complete(self._optimizers, sorted({OptimizerEntry(*entry) for states in everyone for entry in states}))
-        average_states_(
-            self._optimizers,
-            lambda states: average_(states, part, group),
-            lambda numbers: dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._channel.group),
-        )
+            for kept in self._channel.all_gather_object(kept_states(optimizers)):
+                complete(optimizers, kept)
+        average_states_(optimizers, part, group, on_host)
 
     def _copied(self) -> Callable[[], None]:
         """Copies what an average changes; returns what brings it back."""
         tensors, optimizers = self._tensors(), self._optimizers
         copies = [tensor.detach().clone() for tensor in tensors]
-        states = copied_states(optimizers)
+        states = [{p: copy.deepcopy(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
 
         def bring_back() -> None:
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.detach().copy_(copy)
-            restore_states(optimizers, states)
+            for tensor, saved in zip(tensors, copies, strict=True):
+                tensor.detach().copy_(saved)
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
 
         return bring_back
 
@@ -154,12 +146,3 @@ class Averaging:
         mu = self._settings.proximal * (scaler.get_scale() if scaler else 1.0)
         trained = [p for p in self._trainer.lightning_module.parameters() if id(p) in self._before]
         add_proximal_(trained, [self._before[id(p)] for p in trained], mu)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what goes on in another run besides model and optimizers: of the server, if there is one."""
-        return {} if self._settings.server is None else {"server": self._settings.server.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        if self._settings.server is not None and state.get("server"):
-            self._settings.server.load_state_dict(state["server"])

@@ -12,53 +12,24 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import COME_S, Admission
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.transport.groups import group_members, leave_default_group
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, Roll, RollCall
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.transport.store import host_store
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 T = TypeVar("T")
 
-_COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
 _TRIES = 3  # of something that fails though no rank is lost
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientSettings:
-    """How a fit goes on without clients that are lost.
-
-    Attributes:
-        least: clients that must be left.
-        liveness_s: silence after which a client is left out [s].
-        patience: how long a client that lives may let the others wait.
-        backend: of the default process group.
-        host: name under which other nodes reach this one.
-        environment: tells where the ranks met at first.
-    """
-
-    least: int
-    liveness_s: float
-    patience: timedelta
-    backend: str
-    host: str
-    environment: ClusterEnvironment
-
-    @property
-    def timeout(self) -> timedelta:
-        """Timeout of a collective among clients that have just met."""
-        return min(self.patience, timedelta(seconds=max(_COLLECTIVE_S, self.liveness_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,79 +45,66 @@ class _Met:
 
 
 class Clients:
-    """Keeps the clients of a fit together; a `Place` where they meet.
+    """Keeps the clients of a fit together; a `MeetingPlace`.
 
     Args:
         trainer: the running trainer.
-        members: the ranks that take part.
+        strategy: that of the trainer.
         channel: small collectives of all clients.
         settings: of the fit.
         invitation: into a run of others.
-        changed: called when other clients are there: with those before, and those now.
-        lost: called for each that is left out: its rank, and why.
+        changed: called when other clients are there, with the reason.
 
     Attributes:
         trainer: as given.
         open: training has begun, and is not over.
+        address: of the store in which all meet.
+        admission: lets in clients that come again.
+        backend, timeout: of the process groups.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        members: Members,
-        channel: SideChannel,
-        settings: ClientSettings,
-        invitation: Invitation | None,
-        *,
-        changed: Callable[[tuple[int, ...], tuple[int, ...]], None],
-        lost: Callable[[int, str], None],
-    ) -> None:
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], channel: SideChannel, settings: FederatedSettings,
+        invitation: Invitation | None, *, changed: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        assert strategy.cluster_environment is not None
         self.trainer, self.open = trainer, False
-        self._members, self._channel, self._settings = members, channel, settings
-        self._changed, self._lost = changed, lost
+        self.backend = strategy.process_group_backend or "gloo"
+        self.timeout = settings.collective_timeout(strategy.timeout)
+        self._members = members = strategy.members
+        self._channel, self._settings, self._changed = channel, settings, changed
         self._broken = False  # this rank's groups
-        self._told = members.alive  # `changed`
-        self._roll, self._address = self._begin(invitation)
-        self._groups = Groups(trainer, self, members, channel, settings)
+        self._told, self._why = members.alive, ""  # to `changed`, and is to be told
+        self._roll, self.address = self._begin(strategy, invitation)
+        self._groups = Groups(trainer, self, members, channel, self)
         generation = FIRST_GENERATION if invitation is None else invitation.generation
-        requests = JoinRequests(settings.environment)
+        requests = JoinRequests(strategy.cluster_environment)
         self.admission = _Admission(trainer, self, members, self._groups, requests, generation=generation)
 
-    def _begin(self, invitation: Invitation | None) -> tuple[RollCall, _Address]:
-        settings, members = self._settings, self._members
-        if invitation is not None:
+    def _begin(self, strategy: ElasticDDPStrategy[Any], invitation: Invitation | None) -> tuple[RollCall, _Address]:
+        """Returns this rank's end of the roll call, and where it is held: by the lowest rank, or as it was invited."""
+        members, patience, met = self._members, strategy.timeout or timedelta(minutes=30), 0
+        since = dict.fromkeys(members.alive, 0)
+        waits = {"liveness_s": self._settings.liveness_s, "patience_s": patience.total_seconds()}
+        if invitation is None and members.is_lowest:
+            store = host_store(strategy.host_name(), patience)
+            members.hosted = store  # the groups that are made through it live on after the fit
+            address = _Address(strategy.host_name(), store.port)
+            self._channel.all_gather_object((address.host, address.port))
+            least = self._settings.min_clients or 1
+            return HostRollCall(store, members.rank, since, least=least, **waits), address
+        if invitation is None:
+            address = _Address(*self._channel.all_gather_object(None)[0])
+        else:
             address = _Address(invitation.address["host"], invitation.address["port"])
-            ranks = {**dict.fromkeys(members.alive, 0), members.rank: invitation.meetings}
-            return self._guest(address, ranks, invitation.meetings), address
-        ranks = dict.fromkeys(members.alive, 0)
-        if not members.is_lowest:
-            (host, port), *_ = self._channel.all_gather_object(None)
-            return self._guest(_Address(host, port), ranks, 0), _Address(host, port)
-        store = host_store(settings.host, settings.patience)
-        members.hosted = store  # the groups that are made through it live on after the fit
-        self._channel.all_gather_object((settings.host, store.port))
-        roll = HostRollCall(
-            store, members.rank, ranks, liveness_s=settings.liveness_s, least=settings.least,
-            patience_s=settings.patience.total_seconds(),
-        )  # fmt: skip
-        return roll, _Address(settings.host, store.port)
-
-    def _guest(self, address: _Address, ranks: dict[int, int], met: int) -> RollCall:
-        settings = self._settings
-        return GuestRollCall(
-            address.host, address.port, self._members.rank, ranks, liveness_s=settings.liveness_s,
-            patience_s=settings.patience.total_seconds(), met=met,
-        )  # fmt: skip
+            met = since[members.rank] = invitation.meetings
+        return GuestRollCall(address.host, address.port, members.rank, since, met=met, **waits), address
 
     # ---- where they meet --------------------------------------------------------------------------------------
 
     @property
     def meetings(self) -> int:
         return self._roll.meetings
-
-    @property
-    def address(self) -> _Address:
-        return self._address
 
     def alive(self) -> Collection[int]:
         return self._roll.ranks
@@ -157,14 +115,10 @@ class Clients:
     def _meet(self, what: str, *, sound: bool = True) -> Roll:
         roll = self._roll.meet(what, sound=sound)
         for rank, why in roll.lost:
+            self._why = f"rank {rank} is left out: {why}"
             if self._members.is_lowest:
-                warnings.warn(
-                    f"rank {rank} is left out ({why}): the others go on without it and its weight,"
-                    f" {len(roll.present)} clients",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            self._lost(rank, why)
+                left = f"the others go on without it and its weight, {len(roll.present)} clients"
+                warnings.warn(f"rank {rank} is left out ({why}): {left}", RuntimeWarning, stacklevel=2)
         return roll
 
     def gather(self, what: str) -> None:
@@ -187,7 +141,7 @@ class Clients:
         if before != self._told:
             if self._members.is_lowest:
                 self.admission.announce()
-            self._changed(before, self._told)
+            self._changed(self._why)
 
     def _rebuild(
         self, present: tuple[int, ...], generation: int, meeting_s: float,
@@ -211,21 +165,23 @@ class Clients:
         names = compat.reduced_names(self.trainer)
         return f", logged: {', '.join(names)}" if names else ""
 
-    def together(self, what: str, collective: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+    def together(
+        self, what: str, collective: Callable[[], T], save: Callable[[], Callable[[], None]] = lambda: lambda: None
+    ) -> T:
         """Meets all ranks that live and returns what the collective gives among them: for all of them, or for none.
 
         Args:
             what: the purpose, the same on all ranks.
             collective: may be made again, without those lost in it.
-            undo: brings back what the collective has changed, half or whole.
+            save: returns what brings back what the collective has changed, half or whole.
 
         Raises:
             RuntimeError: it fails though no rank is lost.
         """
-        error: RuntimeError | None = None
+        error = RuntimeError(f"{what} has failed on another rank, though no rank is lost; its error is there")
         for _ in range(_TRIES + len(self._roll.ranks)):
             self.gather(what)
-            made, error = list[T](), None
+            made, bring_back = list[T](), save()
             try:
                 made.append(collective())
             except RuntimeError as failed:
@@ -233,26 +189,23 @@ class Clients:
                 error = failed
             if self._meet(f"{what}: made", sound=bool(made)).sound:
                 return made[0]
-            undo()
+            bring_back()
             self._broken = True
-        if error is not None:
-            raise error
-        raise RuntimeError(f"{what} has failed on another rank, though no rank is lost; its error is there")
+        raise error
 
     # ---- begin and end, joining ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Training begins."""
-        if self.open:
-            return
-        self.open = True
-        if self._members.is_lowest:
+        if self._members.is_lowest and not self.open:
             self.admission.announce()
+        self.open = True
 
     def take_in(self, alive: tuple[int, ...], asking: Collection[int], generation: int) -> str:
         """Lets newcomers in; all members call it alike. Returns why not, if not."""
         for rank in asking:
             self._roll.expect(rank)
+        self._why = f"rank {', '.join(map(str, asking))} has come again"
         self._rebuild(alive, generation, COME_S, self.admission.living(sorted(asking)))
         self.gather("somebody comes")
         missing = sorted(set(asking) - set(self._members.alive))

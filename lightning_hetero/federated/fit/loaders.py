@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder, SharedSettings
 from lightning_hetero.data import IndivisibleError, LoaderSpec, inspect_loader
-from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder, own_loader
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnFeed, OwnOrder
 from lightning_hetero.transport.side_channel import SideChannel
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class OwnBinder(LoaderBinder[BoundLoader]):
@@ -34,26 +33,19 @@ class OwnBinder(LoaderBinder[BoundLoader]):
 
     Attributes:
         place: of this rank in its data, behind the last batch that it trained on.
-        clients: what the ranks that are there train on; empty before it is known.
+        clients: what each rank that is there trains on, by rank, as far as it has been told.
         asked_batch: samples of all ranks per local step, if the user has said so.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: SideChannel,
-        shared: SharedSettings,
-        *,
-        opened: Callable[[Client], int],
-        epoch: Callable[[OwnBatches, Callable[[], Iterator[Any]]], Iterator[Any]],
-        size: Callable[[], int] | None,
-    ) -> None:
+        self, trainer: Trainer, channel: SideChannel, shared: SharedSettings, *, opened: Callable[[Client], int],
+        epoch: Callable[[OwnBatches, Callable[[], Iterator[Any]]], Iterator[Any]], size: Callable[[], int] | None,
+    ) -> None:  # fmt: skip
         super().__init__(trainer, channel, strategy_name="FederatedStrategy", shared=shared, stream=None)
         self.place = DataPlace()
-        self.clients: list[Client] = []
+        self.clients: dict[int, Client] = {}
         self.asked_batch = shared.global_batch_size
         self._opened, self._epoch, self._size = opened, epoch, size
-        self._sampler: OwnBatches | None = None
 
     def inspect(self, loader: object) -> LoaderSpec:
         """Returns what a train loader is.
@@ -114,39 +106,32 @@ class OwnBinder(LoaderBinder[BoundLoader]):
                 " would re-size them: use policy='fedavg' or 'adaptive_steps', or give the loader a batch_size"
             )
         length = self._opened(mine)
-        self._sampler = OwnBatches(order, size=self._size, place=lambda: self.place)
-        bound = BoundLoader(spec=spec, full=self._full(), order=None)
-        bound.loader = own_loader(loader, self._sampler, batches=self._batches, length=length)
-        self._bound = [bound]
-        return bound.loader
+        sampler = OwnBatches(order, size=self._size, place=lambda: self.place)
 
-    def regroup(self, clients: list[Client]) -> None:
+        def batches(iterator: object, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+            if compat.is_train_iterator(self._trainer, iterator):
+                return self._epoch(sampler, own)
+            sampler.begin(self.place)  # a user's look at the loader, which trains nothing
+            return islice(own(), length)
+
+        place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        copy = fed_copy(loader, OwnFeed(batches, length), in_order=True, **{place: sampler})
+        self._bound = [BoundLoader(spec=spec, full=self._full(), order=None, loader=copy)]
+        return copy
+
+    def regroup(self, clients: dict[int, Client]) -> None:
         """Other clients are there."""
         self.clients = clients
         for bound in self._bound:
             bound.full = self._full()
 
     def _full(self) -> int:
-        return sum(client.batch_size for client in self.clients)
-
-    def _batches(self, iterator: object, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        sampler = self._sampler
-        assert sampler is not None
-        if not compat.is_train_iterator(self._trainer, iterator):  # a user's look at the loader trains nothing
-            sampler.begin(self.place)
-            return own()
-        return self._epoch(sampler, own)
+        return sum(client.batch_size for client in self.clients.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what any engine needs to go on, as plain types."""
-        primary = self.primary
-        return {
-            "world_size": self._trainer.world_size,
-            "global_batch_size": self.global_batch_size,
-            "batch_size": None if primary is None else primary.spec.batch_size,
-            "orders": [],
-            "applied": {},
-        }
+        # What the channel has may be fewer ranks than the fit began with.
+        return {**super().state_dict(), "world_size": self._trainer.world_size, "orders": [], "applied": {}}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         super().resume(state)

@@ -6,16 +6,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.step_clock import Stopwatch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class LocalSteps:
@@ -95,8 +94,8 @@ class LocalSteps:
         while (seconds := self._watch.take()) is not None:
             epoch, number, samples, believed = self._timed.popleft()
             if believed:
-                sums = zip(self.measured, (float(samples), 1.0, seconds), strict=True)
-                self.measured = tuple(total + value for total, value in sums)  # type: ignore[assignment]
+                total = self.measured
+                self.measured = total[0] + samples, total[1] + 1.0, total[2] + seconds
             data = {"samples": samples, "compute_s": seconds, "wait_s": self.wait_s}
             self._events.note("step", epoch, number, data)
             self.wait_s = 0.0

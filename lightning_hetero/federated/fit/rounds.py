@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from lightning.pytorch import Trainer
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.members import Members
@@ -23,20 +25,17 @@ from lightning_hetero.federated.decide.rounds import (
     Course,
     RoundPlan,
     chosen_ranks,
+    spread,
     step_report,
 )
 from lightning_hetero.federated.fit.averaging import Averaging
 from lightning_hetero.federated.fit.clients import Clients
-from lightning_hetero.federated.fit.division import Division
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.local_steps import LocalSteps
-from lightning_hetero.federated.fit.settings import FederatedSettings, check_clients
+from lightning_hetero.federated.fit.settings import FederatedSettings, check_data
 from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class Rounds:
@@ -53,43 +52,42 @@ class Rounds:
 
     Attributes:
         binder: this rank's train loader.
-        division: what the policy divides among the ranks that are there.
         clients: where ranks may be lost; None where they may not.
         number: averages at the end of a round so far.
         course: of the epoch that runs; None before one has begun.
-        batch: number of the batch that runs.
+        fresh: whether this rank has just come, with the round that begins.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: SideChannel,
-        shared: SharedSettings,
-        settings: FederatedSettings,
-        members: Members,
-        steps: LocalSteps,
-        averaging: Averaging,
-        events: EventLog,
-    ) -> None:
+        self, trainer: Trainer, channel: SideChannel, shared: SharedSettings, settings: FederatedSettings,
+        members: Members, steps: LocalSteps, averaging: Averaging, events: EventLog,
+    ) -> None:  # fmt: skip
         self._trainer, self._channel, self._settings, self._members = trainer, channel, settings, members
         self._steps, self._averaging, self._events = steps, averaging, events
-        self.binder = OwnBinder(
-            trainer, channel, shared, opened=self._opened, epoch=self._epoch,
-            size=self._size if settings.policy.resizes else None,
-        )  # fmt: skip
-        self.division = Division(trainer, settings, self.binder, members)
+        size = self._size if settings.policy.resizes else None
+        self.binder = OwnBinder(trainer, channel, shared, opened=self._opened, epoch=self._epoch, size=size)
         self.clients: Clients | None = None
         self.number = 0
         self.course: Course | None = None
-        self.batch = 0
+        self.fresh = False
         self._batches: int | None = None  # of an epoch
         self._began: int | None = None  # batch of the round's begin, of a checkpoint
-        self._chosen: frozenset[int] = frozenset()
+        self._ranks: tuple[int, ...] = ()  # among which the policy divides, ascending; empty before it does
 
     @property
     def plan(self) -> RoundPlan:
         """The plan of the round that runs, by place among the ranks that are there; known once the loaders are."""
         return self._settings.policy.plan
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each rank's batch in a local step: 0 of one that is not there; empty before they are known."""
+        return spread(self.plan.sizes, self._ranks, self._trainer.world_size) if self._ranks else ()
+
+    @property
+    def local_steps(self) -> tuple[int, ...]:
+        """Local steps of each rank in a round; 0 of one that is not there."""
+        return spread(self.plan.steps, self._ranks, self._trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what goes on from the last average."""
@@ -123,44 +121,69 @@ class Rounds:
 
     def _opened(self, mine: Client) -> int:
         """Opens the policy for what the ranks train on; returns the batches of an epoch. A collective."""
-        self.division.mine = mine
+        self.binder.clients = {self._members.rank: mine}
         if self._members.joining:
             assert self.clients is not None
-            check_clients([mine], automatic=True, rests=False)
+            check_data([mine])
             self.clients.gather("somebody comes")
         self._exchange()
-        policy = self._settings.policy
-        batches = {client.batches for client in self.binder.clients}
-        rests = not policy.again and len(batches) > 1
-        rests = rests or isinstance(policy, AdaptiveSteps) or self._settings.participation < 1.0
-        automatic = self._trainer.lightning_module.automatic_optimization
-        check_clients(self.binder.clients, automatic=automatic, rests=rests)
+        clients, policy = self.binder.clients.values(), self._settings.policy
+        check_data(list(clients))
+        batches = {client.batches for client in clients}
+        rests = (not policy.again and len(batches) > 1) or isinstance(policy, AdaptiveSteps)
+        if (rests or self._settings.participation < 1.0) and not self._trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                "with manual optimization no rank can rest, because only user code counts its steps: here ranks rest"
+                " (by policy='adaptive_steps', by participation < 1, or because data of different lengths are through"
+                " at different times). Use policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
+            )
         if not (self._members.joining and self._batches):
             self._batches = max(batches)
-        self.division.open()
+        self._divide()
         return self._batches
 
     def _exchange(self) -> None:
         """All tell what they train on."""
-        mine = tuple(self.division.mine)
-        self.division.heard([Client(*one) for one in self.gathered("what each rank trains on", mine)])
+        mine = tuple(self.binder.clients[self._members.rank])
+        everyone = [Client(*one) for one in self.gathered("what each rank trains on", mine)]
+        self.binder.regroup(dict(zip(self._members.alive, everyone, strict=True)))
 
-    def lost(self, rank: int, why: str) -> None:
-        """A rank is left out."""
-        self.division.why = f"rank {rank} is left out: {why}"
+    def changed(self, why: str) -> None:
+        """Other ranks are there than before: the policy divides among them, once it is known what they have."""
+        alive = self._members.alive
+        self.binder.regroup({rank: client for rank, client in self.binder.clients.items() if rank in alive})
+        if self._ranks and len(self.binder.clients) == len(alive):
+            self._divide_again(why)
 
-    def changed(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
-        """Other ranks are there than before."""
-        if came := sorted(set(now) - set(before)):
-            self.division.why = f"rank {', '.join(map(str, came))} has come again"
-        if self.division.others(before, now):
-            self._divide_again()
+    def _divide(self) -> None:
+        """Opens the policy for the ranks that are there.
 
-    def _divide_again(self) -> None:
-        self._chosen = self.division.again(self._chosen)
+        Raises:
+            ValueError: the bounds admit no batches.
+        """
+        settings, self._ranks = self._settings, self._members.alive
+        bounds = [settings.min_samples, settings.max_samples]
+        for i, given in enumerate(bounds):  # per rank, as the fit began
+            if isinstance(given, Sequence) and len(given) == self._trainer.world_size:
+                bounds[i] = [given[rank] for rank in self._ranks]
+        layers = self._trainer.lightning_module.modules()
+        settings.policy.start(
+            list(self.binder.clients.values()),
+            local_steps=settings.local_steps,
+            lower=bounds[0],
+            upper=bounds[1],
+            total=self.binder.asked_batch,
+            least=2 if any(isinstance(layer, _BatchNorm) for layer in layers) else 1,
+        )
+
+    def _divide_again(self, why: str) -> None:
+        """Divides among others than before, in the middle of a run; who takes part in the round stays."""
+        old, now = self._ranks, self._members.alive
+        self._settings.policy.keep([old.index(rank) if rank in old else None for rank in now])
+        self._divide()
         if self.course is not None:
             self.course.rank = self._channel.rank
-        self._note_plan(self.division.why)
+        self._note_plan(why)
 
     def _let_in(self) -> None:
         """Where a round begins: takes in the ranks that have come again."""
@@ -169,9 +192,9 @@ class Rounds:
             return
         clients.admission.look()
         clients.admission.admit()
-        if self.division.outdated:
+        if came := sorted(set(self._members.alive) - set(self._ranks)):
             self._exchange()
-            self._divide_again()
+            self._divide_again(f"rank {', '.join(map(str, came))} has come again")
             self._choose()
 
     # ---- an epoch ----------------------------------------------------------------------------------------------
@@ -185,89 +208,76 @@ class Rounds:
 
         Args:
             sampler: draws and notes the batches.
-            own: begins the loader's own iteration.
+            own: begins the loader's own iteration, which ends, and its workers with it, behind the last batch.
         """
-        self._begin_epoch()
+        course = self._begin_epoch()
         issued = sampler.begin(self.binder.place)
         batches: Iterator[Any] | None = None
-        while True:
-            trains = self._begin_batch()
-            if not trains and self._passes_over():
-                yield None
-                continue
-            batches = own() if batches is None else batches
-            batch = next(batches)
-            note = issued.popleft()
-            self._steps.samples = note.samples if trains else 0
-            if trains:
-                self.binder.place = note.after
+        assert self._batches is not None
+        for left in reversed(range(self._batches)):
+            trains, batch = self._begin_batch(course), None
+            if trains or not self._passes_over(course):
+                batches = own() if batches is None else batches
+                batch = next(batches)
+                note = issued.popleft()
+                self._steps.samples = note.samples if trains else 0
+                if trains:
+                    self.binder.place = note.after
+            if not left:
+                batches = None
             yield batch
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self) -> Course:
         trainer, again = self._trainer, self._settings.policy.again
+        assert self._batches is not None
+        batches = int(min(self._batches, compat.fetch_limit(trainer), trainer.num_training_batches))
+        mine, accumulate = self.binder.clients[self._members.rank].batches, trainer.accumulate_grad_batches
+        self.course = course = Course(self._channel.rank, mine, batches, again=again, accumulate=accumulate)
         first = compat.upcoming_batch(trainer)
-        self.course = Course(
-            self._channel.rank,
-            self.binder.clients,
-            again=again,
-            accumulate=trainer.accumulate_grad_batches,
-            batches=self._batches,
-        )
-        self.course.began = min(first, self._began or 0)
+        course.began = min(first, self._began or 0)
         self._began, self._steps.trained = None, False
         if not first and not again and self.binder.place.taken:  # an epoch cut short
             self.binder.place = DataPlace(self.binder.place.passes + 1)
         self._choose()
         self._averaging.remember()
+        return course
 
     def _choose(self) -> None:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        generator = np.random.default_rng([seed, self.number])
-        self._chosen = chosen_ranks(self._channel.world_size, self._settings.participation, generator)
+        """Draws the ranks that take part in the round."""
+        assert self.course is not None
+        alive = self._members.alive
+        generator = np.random.default_rng([int(os.environ.get("PL_GLOBAL_SEED", 0)), self.number])
+        drawn = chosen_ranks(len(alive), self._settings.participation, generator)
+        self.course.chosen = frozenset(alive[place] for place in drawn)
 
-    def _begin_batch(self) -> bool:
+    def _begin_batch(self, course: Course) -> bool:
         """The next batch is wanted; returns whether this rank trains in it, or rests."""
-        course = self.course
-        assert course is not None
-        self.batch = compat.upcoming_batch(self._trainer)
-        if self.batch == course.began and not self.division.joined:
+        course.batch = compat.upcoming_batch(self._trainer)
+        if course.batch == course.began and not self.fresh:
             self._let_in()
-        self.division.joined = False
-        trains = course.trains(self.batch, self.plan, self._chosen)
-        step, sizes = course.step_of(self.batch), self.plan.sizes
-        self.binder.count(sum(sizes[r] for r in self._chosen if step < self.plan.steps[r]))
+        self.fresh, plan = False, self.plan
+        there = zip(self._members.alive, plan.sizes, plan.steps, strict=True)
+        self.binder.count(sum(size for rank, size, steps in there if rank in course.chosen and course.step < steps))
+        trains = self._members.rank in course.chosen and course.trains(plan)
         if trains:
             self._steps.begin()
         return trains
 
-    def _passes_over(self) -> bool:
+    def _passes_over(self, course: Course) -> bool:
         """Lightning passes over this batch, unless it is the last chance to log what the others do in this epoch."""
         self._steps.samples = 0
-        if self.batch >= self.last and not self._steps.trained:
+        if course.batch >= course.last and not self._steps.trained:
             return False
         compat.count_started(self._trainer)
-        if self.is_step:
+        if course.ends_step:
             compat.count_step(self._trainer)
         return True
 
-    @property
-    def last(self) -> int:
-        """Number of the last batch that Lightning trains in this epoch."""
+    def batch_over(self) -> bool:
+        """The batch that ran is over; returns whether the round is."""
         assert self.course is not None
-        limits = (self.course.batches, compat.fetch_limit(self._trainer), self._trainer.num_training_batches)
-        return int(min(limits)) - 1
-
-    @property
-    def is_step(self) -> bool:
-        """Whether an optimizer step ends with the batch that runs."""
-        assert self.course is not None
-        return self.course.steps_after(self.batch, self.last)
-
-    @property
-    def over(self) -> bool:
-        """Whether the round ends with the batch that runs."""
-        assert self.course is not None
-        return self.course.ends_round(self.batch, self.plan, self.last)
+        self._steps.end(self.course.batch, is_step=self.course.ends_step)
+        return self.course.ends_round(self.plan)
 
     # ---- the next round ----------------------------------------------------------------------------------------
 
@@ -281,16 +291,17 @@ class Rounds:
         assert self.course is not None
         policy = self._settings.policy
         predicted = dict(zip(self._members.alive, policy.predict_s(), strict=False))
-        report = step_report(everyone, self.division.sizes, [predicted.get(r, math.nan) for r in range(len(everyone))])
+        report = step_report(everyone, self.sizes, [predicted.get(r, math.nan) for r in range(len(everyone))])
         decision = policy.decide([(row.samples, row.steps, row.compute_s) for row in rows])
         self._steps.measured = (0.0, 0.0, 0.0)
         self.number += 1
-        self.course.began = self.batch + 1
+        self.course.began = self.course.batch + 1
         self._choose()
         if decision is not None and decision.changed:
             self._note_plan(decision.reason, predicted_s=decision.predicted_s)
         return report
 
     def _note_plan(self, reason: str, **more: float) -> None:
-        data = {"shares": list(self.division.sizes), "steps": list(self.division.steps), **more, "reason": reason}
-        self._events.note("decision", compat.epoch_running(self._trainer), self.batch, data)
+        batch = 0 if self.course is None else self.course.batch
+        data = {"shares": list(self.sizes), "steps": list(self.local_steps), **more, "reason": reason}
+        self._events.note("decision", compat.epoch_running(self._trainer), batch, data)

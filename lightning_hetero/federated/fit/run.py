@@ -6,25 +6,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
-import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.elastic.ddp import ElasticRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
 from lightning_hetero.base.elastic.join import Invitation
-from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost
 from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, engine_metrics, of_all
 from lightning_hetero.federated.fit.averaging import Averaging
-from lightning_hetero.federated.fit.clients import Clients, ClientSettings
+from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.rounds import Rounds
@@ -32,21 +29,14 @@ from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.types import StepReport
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 
 class FederatedRun(ElasticRun[OwnBinder]):
     """Lets the ranks meet where a round ends, before a validation, and when an epoch or the fit ends.
 
     Args:
         trainer: the running trainer.
-        shared, settings: the strategy's arguments.
-        ddp_arguments: likewise, of `DistributedDataParallel`.
-        timeout: of collectives.
-        device: of this rank.
-        members: the ranks that take part.
-        elastic: how the fit goes on without ranks that are lost; None: it does not.
+        strategy: that of the trainer; with its arguments, and the ranks that take part.
+        settings: the arguments that only this engine has.
         invitation: into a run of others.
 
     Attributes:
@@ -57,37 +47,31 @@ class FederatedRun(ElasticRun[OwnBinder]):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        shared: SharedSettings,
-        settings: FederatedSettings,
-        *,
-        ddp_arguments: Mapping[str, Any],
-        timeout: timedelta | None,
-        device: torch.device,
-        members: Members,
-        elastic: ClientSettings | None = None,
-        invitation: Invitation | None = None,
-    ) -> None:
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: FederatedSettings,
+        invitation: Invitation | None,
+    ) -> None:  # fmt: skip
+        shared = strategy.shared
         settings.check(shared)
-        agreed = settings.agreed(shared, ddp_arguments) if invitation is None else None
-        super().__init__(trainer, timeout=timeout if elastic is None else elastic.timeout, settings=agreed)
+        agreed = settings.agreed(shared, strategy.ddp_arguments) if invitation is None else None
+        super().__init__(trainer, timeout=settings.collective_timeout(strategy.timeout), settings=agreed)
         if settings.proximal and not self.module.automatic_optimization:
             raise ValueError(
                 "proximal > 0 with manual optimization: only user code knows which gradients belong to a step; add the"
                 " term to your losses there"
             )
-        self.members = members
-        self.steps = LocalSteps(trainer, device_of(device), shared.weight_in(self.module), self.events)
+        self.members = strategy.members
+        self.steps = LocalSteps(
+            trainer, device_of(strategy.root_device), shared.weight_in(self.module), self.events
+        )
         self.undo.callback(self.steps.compiles.close)
         self._averaging = Averaging(trainer, settings, self.channel)
         self.rounds = Rounds(
-            trainer, self.channel, shared, settings, members, self.steps, self._averaging, self.events
+            trainer, self.channel, shared, settings, self.members, self.steps, self._averaging, self.events
         )
         self.clients: Clients | None = None
-        if elastic is not None:
+        if settings.min_clients is not None:
             self.clients = self.rounds.clients = Clients(
-                trainer, members, self.channel, elastic, invitation, changed=self.rounds.changed, lost=self.rounds.lost
+                trainer, strategy, self.channel, settings, invitation, changed=self.rounds.changed
             )
         self.binder = self.rounds.binder
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -96,7 +80,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self._settings = settings
         self._places = {rank: (0, 0) for rank in range(trainer.world_size)}  # in their data, where all met last
         self._rows: list[ClientRow] = []
-        self._reports: list[StepReport] = []
+        self._reports: deque[StepReport] = deque(maxlen=64)
         self._last_report: StepReport | None = None
         self._stop = False
         self.undo.callback(compat.replace_sigterm_broadcast(trainer, lambda _: self._stop))
@@ -114,13 +98,14 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        return self.rounds.division.sizes if self.rounds.division.ranks else ()
+        return self.rounds.sizes
 
     def step_report(self) -> StepReport | None:
         return self._last_report
 
     def take_reports(self) -> list[StepReport]:
-        reports, self._reports = self._reports, []
+        reports = list(self._reports)
+        self._reports.clear()
         return reports
 
     @property
@@ -135,8 +120,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         """One line on the rounds; ``None`` before the first."""
         if not self._rows:
             return None
-        sizes = "/".join(map(str, self.rounds.division.sizes))
-        steps = "/".join(map(str, self.rounds.division.steps))
+        sizes, steps = ("/".join(map(str, numbers)) for numbers in (self.rounds.sizes, self.rounds.local_steps))
         return f"hetero_federated: {self.rounds.number} rounds; batches {sizes}, local steps {steps} at the end"
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +129,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
         if self.rounds.course is None:
             return state
         places = [list(self._places[rank]) for rank in range(self.trainer.world_size)]
-        return {**state, "clients": places, **self.rounds.state_dict(), **self._averaging.state_dict()}
+        server = {} if self._settings.server is None else {"server": self._settings.server.state_dict()}
+        return {**state, "clients": places, **self.rounds.state_dict(), **server}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
@@ -156,17 +141,17 @@ class FederatedRun(ElasticRun[OwnBinder]):
         if len(places) == self.trainer.world_size:
             self._places = {rank: (int(passes), int(taken)) for rank, (passes, taken) in enumerate(places)}
         self.rounds.resume(state)
-        self._averaging.load_state_dict(state)
+        if self._settings.server is not None and state.get("server"):
+            self._settings.server.load_state_dict(state["server"])
 
     # ---- a local step -----------------------------------------------------------------------------------------
 
     def dummy_guard(self) -> AbstractContextManager[Any]:
         """Around ``training_step``: no metric and no logged mean counts a batch of weight 0."""
-        if not self.steps.counts_nothing:
-            return nullcontext()
         stack = ExitStack()
-        stack.enter_context(compat.metrics_frozen(self.module))
-        stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
+        if self.steps.counts_nothing:
+            stack.enter_context(compat.metrics_frozen(self.module))
+            stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
         return stack
 
     def pull(self) -> None:
@@ -178,10 +163,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
     def scaled(self, optimizer: Any) -> Iterator[None]:
         """Around an optimizer's step: the learning rate of this rank's local step."""
         factor = self.rounds.plan.lr_factors[self.channel.rank]
-        if factor == 1.0:
-            yield
-            return
-        groups = optimizer.param_groups
+        groups = optimizer.param_groups if factor != 1.0 else []
         before = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * factor
@@ -197,8 +179,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     def batch_over(self) -> None:
         """A batch of Lightning's loop is over; the ranks meet, if the round is."""
-        self.steps.end(self.rounds.batch, is_step=self.rounds.is_step)
-        if self.rounds.over:
+        if self.rounds.batch_over():
             self._meet(over=True)
 
     # ---- all ranks --------------------------------------------------------------------------------------------
@@ -241,36 +222,30 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.steps.averaged(wait_s)
         if over:
             self._last_report = self.rounds.next(rows, everyone)
-            self._reports = [*self._reports[-63:], self._last_report]
+            self._reports.append(self._last_report)
         self._averaging.remember()
 
     def _row(self, states: float, tensors: object) -> ClientRow:
         """Returns what this rank tells the others when they meet; see `Averaging.meet`."""
-        steps, place = self.steps, self.binder.place
+        steps, place, course = self.steps, self.binder.place, self.rounds.course
+        assert course is not None
         samples, batches, seconds = steps.measured
-        return ClientRow(
-            epoch=float(compat.epoch_running(self.trainer)),
-            batch=float(self.rounds.batch),
-            weight=steps.weight,
-            made=float(steps.made),
-            samples=samples,
-            steps=batches,
-            compute_s=seconds,
-            wait_s=steps.wait_s,
-            passes=float(place.passes),
-            taken=float(place.taken),
-            digest=digest_of(self.rounds.plan, tensors),
-            states=states,
-            sigterm=float(bool(getattr(self.trainer, "received_sigterm", False))),
-            requeue=self._requeue.take(),
-        )
+        numbers = {
+            "epoch": compat.epoch_running(self.trainer), "batch": course.batch,
+            "weight": steps.weight, "made": steps.made,
+            "samples": samples, "steps": batches, "compute_s": seconds, "wait_s": steps.wait_s,
+            "passes": place.passes, "taken": place.taken,
+            "digest": digest_of(self.rounds.plan, tensors), "states": states,
+            "sigterm": bool(getattr(self.trainer, "received_sigterm", False)), "requeue": self._requeue.take(),
+        }  # fmt: skip
+        return ClientRow(**{name: float(number) for name, number in numbers.items()})
 
     # ---- begin and end ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Training begins."""
         if self.clients is not None:
-            self.rounds.division.joined, self.members.joining = self.members.joining, False
+            self.rounds.fresh, self.members.joining = self.members.joining, False
             self.clients.start()
 
     def finish(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 from lightning_hetero.base.loaders import SharedSettings
@@ -11,6 +12,8 @@ from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.server import ServerOptimizer
+
+_COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: ranks train apart, and their parameters are averaged",
@@ -39,6 +42,12 @@ class FederatedSettings:
     min_clients: int | None
     liveness_s: float
 
+    def collective_timeout(self, given: timedelta | None) -> timedelta | None:
+        """Returns the timeout of collectives: as given, but where clients may be lost of some that have just met."""
+        if self.min_clients is None:
+            return given
+        return min(given or timedelta(minutes=30), timedelta(seconds=max(_COLLECTIVE_S, self.liveness_s)))
+
     def agreed(self, shared: SharedSettings, ddp_arguments: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
         told = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in ("policy", "server")}
@@ -56,19 +65,10 @@ class FederatedSettings:
         Raises:
             ValueError: with the reason.
         """
-        idle: list[str] = []
-        if not self.policy.resizes:
-            given = {
-                "global_batch_size": shared.global_batch_size,
-                "min_samples": self.min_samples,
-                "max_samples": self.max_samples,
-            }
-            idle = [name for name, value in given.items() if value is not None]
-        if shared.loss_reduction != "mean":
-            idle.append("loss_reduction")
-        if shared.batch_sampler != "refuse":
-            idle.append("batch_sampler")
-        if idle:
+        own, usual = ("min_samples", "max_samples"), {"loss_reduction": "mean", "batch_sampler": "refuse"}
+        sizes = {"global_batch_size": shared.global_batch_size, **{name: getattr(self, name) for name in own}}
+        idle = [name for name, value in sizes.items() if value is not None and not self.policy.resizes]
+        if idle := idle + [name for name, value in usual.items() if getattr(shared, name) != value]:
             raise ValueError(
                 f"FederatedStrategy(policy={type(self.policy).__name__}) would ignore {', '.join(idle)}: each rank"
                 f" trains on its own loader's batches with its own loss. Drop {'it' if len(idle) == 1 else 'them'};"
@@ -76,27 +76,15 @@ class FederatedSettings:
             )
 
 
-def check_clients(clients: Sequence[Client], *, automatic: bool, rests: bool) -> None:
-    """Refuses data that a round cannot be made of.
-
-    Args:
-        clients: what all ranks train on.
-        automatic: whether Lightning steps the optimizers.
-        rests: whether ranks rest by the policy or by partial participation.
+def check_data(clients: Sequence[Client]) -> None:
+    """Refuses a rank without data.
 
     Raises:
-        ValueError: a rank has no batch, or has to leave out steps that only user code can count.
+        ValueError: a rank has no batch.
     """
-    empty = [rank for rank, client in enumerate(clients) if not client.batches]
-    if empty:
+    if empty := [rank for rank, client in enumerate(clients) if not client.batches]:
         raise ValueError(
             f"rank(s) {', '.join(map(str, empty))} have no batch of training data (samples per rank:"
             f" {[client.samples for client in clients]}): start only ranks that have data; with drop_last=True a"
             " loader with fewer samples than its batch_size has none"
-        )
-    if rests and not automatic:
-        raise ValueError(
-            "with manual optimization no rank can rest, because only user code counts its steps: here ranks rest (by"
-            " policy='adaptive_steps', by participation < 1, or because data of different lengths are through at"
-            " different times). Use policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
         )

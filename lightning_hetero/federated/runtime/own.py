@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_hetero.data.copies import BatchFeed, fed_copy
+from lightning_hetero.data.copies import BatchFeed, LazyIterator
 from lightning_hetero.data.loader import LoaderSpec, base_sampler, batch_source
 from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
 
@@ -62,7 +62,7 @@ class OwnOrder:
         self.by_batch = spec.kind == "batch_sampler"
         self._source: Any = batch_source(loader) if self.by_batch else base_sampler(loader)
         self._seed = seed
-        self._drop_last = spec.drop_last
+        self._drop_last = spec.drop_last and not self.by_batch
         self._drawn: tuple[int, list[Any]] | None = None
         self._announced: int | None = None
         if self.by_batch:
@@ -101,14 +101,11 @@ class OwnOrder:
         if place.taken >= len(items):  # of other data, which were more
             place = DataPlace(place.passes + 1)
             items = self.items(place.passes)
-        if self.by_batch:
-            drawn, end = items[place.taken], place.taken + 1
-        else:
-            end = min(place.taken + self.batch_size, len(items))
-            drawn = items[place.taken : end]
-        left = len(items) - end
-        short = self._drop_last and not self.by_batch and left < self.batch_size
-        return list(drawn), DataPlace(place.passes + 1) if left <= 0 or short else DataPlace(place.passes, end)
+        width = 1 if self.by_batch else self.batch_size
+        end = min(place.taken + width, len(items))
+        drawn = items[place.taken] if self.by_batch else items[place.taken : end]
+        over = end == len(items) or (self._drop_last and end + width > len(items))
+        return list(drawn), DataPlace(place.passes + 1) if over else DataPlace(place.passes, end)
 
     def sized(self, place: DataPlace, samples: int) -> tuple[list[Any], DataPlace]:
         """Returns a batch of ``samples`` from ``place`` on, beginning the data again if need be, and the place behind.
@@ -116,14 +113,12 @@ class OwnOrder:
         Samples that ``drop_last`` would leave out belong to the next batch.
         """
         drawn: list[Any] = []
-        while True:
-            items = self.items(place.passes)
-            place = place if place.taken <= len(items) else DataPlace(place.passes, len(items))
-            end = min(place.taken + samples - len(drawn), len(items))
-            drawn += items[place.taken : end]
-            place = DataPlace(place.passes + 1) if end == len(items) else DataPlace(place.passes, end)
-            if len(drawn) == samples:
-                return drawn, place
+        while len(drawn) < samples:
+            items, begin = self.items(place.passes), place.taken
+            end = begin + samples - len(drawn)
+            drawn += items[begin:end]
+            place = DataPlace(place.passes + 1) if end >= len(items) else DataPlace(place.passes, end)
+        return drawn, place
 
 
 class OwnBatches(Sampler[list[Any]]):
@@ -173,54 +168,21 @@ class OwnBatches(Sampler[list[Any]]):
             yield drawn
 
 
-def own_loader(
-    loader: DataLoader,
-    sampler: OwnBatches,
-    *,
-    batches: Callable[[object, Callable[[], Iterator[Any]]], Iterator[Any]],
-    length: int,
-) -> DataLoader:
-    """Returns a copy of ``loader`` that reads its own data batch by batch, as long as it is asked.
-
-    Args:
-        loader: map-style; not changed.
-        sampler: draws and notes the batches.
-        batches: returns what an iterator of the copy hands out, asked when the first batch is drawn; given that
-            iterator, and what begins the user's own iteration.
-        length: batches of an epoch.
-    """
-    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    attributes: dict[str, Any] = {place: sampler}
-    return fed_copy(loader, _Own(batches, length), in_order=True, **attributes)
-
-
 @dataclass(frozen=True, slots=True)
-class _Own(BatchFeed):
+class OwnFeed(BatchFeed):
+    """What the copy of a rank's loader hands out: its own data, batch by batch.
+
+    Attributes:
+        batches: returns an epoch's batches, asked when the first is drawn; given the iterator over the copy, and what
+            begins the user's own iteration.
+        count: batches of an epoch.
+    """
+
     batches: Callable[[object, Callable[[], Iterator[Any]]], Iterator[Any]]
     count: int
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        return _Epoch(self, own)
+        return LazyIterator(lambda iterator: self.batches(iterator, own))
 
     def length(self, own: Callable[[], int]) -> int:
         return self.count
-
-
-class _Epoch(Iterator[Any]):
-    """Batches of one epoch; lets go of the loader's own iterator, and so of its workers, behind the last one."""
-
-    def __init__(self, feed: _Own, own: Callable[[], Iterator[Any]]) -> None:
-        self._feed, self._own = feed, own
-        self._left = feed.count
-        self._batches: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if not self._left:
-            raise StopIteration
-        if self._batches is None:
-            self._batches = self._feed.batches(self, self._own)
-        batch = next(self._batches)
-        self._left -= 1
-        if not self._left:
-            self._batches = None
-        return batch

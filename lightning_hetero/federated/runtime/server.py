@@ -21,10 +21,9 @@ from torch import Tensor
 ServerName: TypeAlias = Literal["fedavgm", "fedadam"]
 
 
-def _number(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high or value == math.inf:
-        top = "" if high == math.inf else f" and < {high:g}"
-        raise ValueError(f"{name}={value!r} must be a number >= {low:g}{top}")
+def _number(name: str, value: Any, most: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
+        raise ValueError(f"{name}={value!r} must be a number >= 0" + (f" and < {most:g}" if most < math.inf else ""))
     return float(value)
 
 
@@ -44,12 +43,12 @@ class ServerOptimizer(ABC):
         """
 
     def _memory(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
-        kept = self._kept.get(name)
-        if kept is None or [t.shape for t in kept] != [t.shape for t in like]:
-            kept = self._kept[name] = [torch.zeros_like(t) for t in like]
-        if any(k.device != t.device for k, t in zip(kept, like, strict=True)):
-            kept = self._kept[name] = [k.to(t) for k, t in zip(kept, like, strict=True)]
-        return kept
+        """Returns what is kept under a name, zeros at first, of the shapes and on the devices of ``like``."""
+        kept = self._kept.get(name, [])
+        if [t.shape for t in kept] != [t.shape for t in like]:
+            kept = [torch.zeros_like(t) for t in like]
+        self._kept[name] = [k.to(t.device) for k, t in zip(kept, like, strict=True)]
+        return self._kept[name]
 
     def settings(self) -> str:
         """Returns the settings in words, for ranks to compare."""
@@ -79,7 +78,7 @@ class FedAvgM(ServerOptimizer):
 
     def __init__(self, *, lr: float = 1.0, momentum: float = 0.9) -> None:
         super().__init__()
-        self.lr, self.momentum = _number("lr", lr, 0.0), _number("momentum", momentum, 0.0, 1.0)
+        self.lr, self.momentum = _number("lr", lr), _number("momentum", momentum, 1.0)
 
     @torch.no_grad()
     def step(self, previous: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:
@@ -99,10 +98,10 @@ class FedAdam(ServerOptimizer):
 
     def __init__(self, *, lr: float = 0.01, betas: Sequence[float] = (0.9, 0.99), eps: float = 1e-3) -> None:
         super().__init__()
-        self.lr, self.eps = _number("lr", lr, 0.0), _number("eps", eps, 0.0)
+        self.lr, self.eps = _number("lr", lr), _number("eps", eps)
         if len(betas) != 2:
             raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
-        self.betas = tuple(_number("betas", beta, 0.0, 1.0) for beta in betas)
+        self.betas = tuple(_number("betas", beta, 1.0) for beta in betas)
 
     @torch.no_grad()
     def step(self, previous: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row
-from lightning_hetero.solvers.chain.chain import check_cuts, check_ranks
 from lightning_hetero.types import AffineCost, Cluster, Event, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 _TIMES = ("forward", "backward")
-_BYTES = tuple(f.name for f in fields(LayerCost) if f.name.endswith("_bytes"))
 
 
 def layer_to_plain(layer: LayerCost) -> dict[str, Any]:
     """Returns strict JSON values: ``{"name": "0", "forward": [fixed_s, per_sample_s], ..., "param_bytes": 8.0}``."""
-    times = {name: [cost.fixed_s, cost.per_sample_s] for name in _TIMES for cost in [getattr(layer, name)]}
-    return {"name": layer.name, **times, **{name: float(getattr(layer, name)) for name in _BYTES}}
+    plain = asdict(layer)
+    return {**plain, **{name: list(plain[name].values()) for name in _TIMES}}
 
 
 def layer_from_plain(plain: Mapping[str, Any]) -> LayerCost:
@@ -32,13 +30,15 @@ def layer_from_plain(plain: Mapping[str, Any]) -> LayerCost:
         ValueError: a key is missing or unknown, or a value out of its range.
     """
     _check_mapping("a layer of the profile", plain)
-    wanted = {"name", *_TIMES, *_BYTES}
+    wanted = {f.name for f in fields(LayerCost)}
     if set(plain) != wanted:
         message = f"a layer has the keys {sorted(plain)}, expected {sorted(wanted)}"
         raise ValueError(f"{message}: was it written by another version?")
-    forward, backward = (AffineCost(fixed_s=plain[name][0], per_sample_s=plain[name][1]) for name in _TIMES)
-    sizes = {name: float(plain[name]) for name in _BYTES}
-    return LayerCost(name=plain["name"], forward=forward, backward=backward, **sizes)
+    read: dict[str, Any] = dict(plain)
+    for name in _TIMES:
+        fixed_s, per_sample_s = plain[name]
+        read[name] = AffineCost(fixed_s=fixed_s, per_sample_s=per_sample_s)
+    return LayerCost(**read)
 
 
 def model_to_plain(model: ModelCost) -> dict[str, Any]:
@@ -76,14 +76,11 @@ def _check_mapping(what: str, value: object) -> None:
 
 def recorded(events: Iterable[Event]) -> tuple[Cluster, ModelCost | None] | None:
     """Returns the cluster and the costs of the last plan in a trace; None if it holds no plan."""
-    found = None
-    for event in events:
-        if event.kind == "plan":
-            found = event.data
-    if found is None:
+    plans = [event.data for event in events if event.kind == "plan"]
+    if not plans:
         return None
-    profile = found.get("profile")
-    return cluster_from_plain(found["cluster"]), None if profile is None else model_from_plain(profile)
+    profile = plans[-1].get("profile")
+    return cluster_from_plain(plans[-1]["cluster"]), None if profile is None else model_from_plain(profile)
 
 
 def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTimes:
@@ -98,10 +95,6 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
         cluster: devices and links.
         group: the pipeline; its ranks, cuts and micro-batches count.
 
-    Raises:
-        ValueError: ranks that are not of the cluster, cuts that do not divide the layers among them, or no micro-batch,
-            or one of less than a sample.
-
     >>> from lightning_hetero.types import Device, LayerCost, Link
     >>> one, free = AffineCost(fixed_s=0.0, per_sample_s=1.0), AffineCost(fixed_s=0.0, per_sample_s=0.0)
     >>> layer = LayerCost(name="layer", forward=one, backward=one, output_bytes=4.0)
@@ -114,10 +107,6 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
     (((2.0, 1.0), (2.0, 1.0)), ((1.0, 0.5),), (1.0, 0.5))
     """
     ranks, cuts, sizes = group.ranks, group.cuts, group.micro_batches
-    check_ranks(ranks, cluster)
-    check_cuts(cuts, len(ranks), len(model.layers))
-    if min(sizes, default=0) < 1:
-        raise ValueError(f"micro_batches={sizes} must be one or more numbers >= 1 (samples)")
     stages = [(rank, model.layers[a:b]) for rank, (a, b) in zip(ranks, pairwise(cuts), strict=True)]
     first, last = ranks[0], ranks[-1]
 
@@ -161,23 +150,12 @@ def called(times: PipelineTimes, calls: int) -> PipelineTimes:
     """
     if calls == 1:
         return times
-    stages = times.stages
-    loop = stages > 1  # else the stages of all calls are on one device, and nothing travels
-
-    def linked(inner: tuple[Row, ...], between: Row) -> tuple[Row, ...]:
-        rows: list[Row] = []
-        for call in range(calls):
-            rows += inner
-            if call + 1 < calls:
-                rows.append(between if loop else tuple(0.0 for _ in between))
-        return tuple(rows)
-
     return replace(
         times,
         forward_s=times.forward_s * calls,
         backward_s=times.backward_s * calls,
-        link_forward_s=linked(times.link_forward_s, times.loop_forward_s),
-        link_backward_s=linked(times.link_backward_s, times.loop_backward_s),
+        link_forward_s=((*times.link_forward_s, times.loop_forward_s) * calls)[:-1],
+        link_backward_s=((*times.link_backward_s, times.loop_backward_s) * calls)[:-1],
         devices=times.devices * calls,
     )
 
@@ -198,9 +176,5 @@ def work_s(plan: PipelinePlan, model: ModelCost | None, cluster: Cluster, *, ran
 
 def batch_s(plan: PipelinePlan, model: ModelCost, cluster: Cluster) -> float:
     """Returns what a batch takes by the plan's schedules, operation by operation, and to synchronise [s]."""
-    known: dict[tuple[PipelineTimes, tuple[int, ...]], float] = {}  # of equal devices many groups are equal
-    for group in plan.groups:
-        alike = (times_of(model, cluster, group), group.depths)
-        if alike not in known:
-            known[alike] = makespan_s(alike[0], SchedulePolicy(depths=group.depths))
-    return max(known.values()) + plan.sync_s
+    different = {(times_of(model, cluster, group), group.depths) for group in plan.groups}
+    return max(makespan_s(times, SchedulePolicy(depths=depths)) for times, depths in different) + plan.sync_s

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, pairwise, repeat
 from typing import Literal
 
@@ -51,21 +51,8 @@ def best_plan(
         rules = ("per_link", "low_memory")
     joined, bounds = join_layers(model, spans)
     sizes = micro_samples if micro_batch_size is None else [micro_batch_size]
-    plan = min(
-        (
-            place(
-                joined,
-                cluster,
-                global_batch,
-                micro_samples=sizes,
-                max_groups=max_groups,
-                depth=rule,
-                budget=budget,
-            )
-            for rule in rules
-        ),
-        key=lambda plan: plan.total_s,
-    )
+    search = partial(place, joined, cluster, global_batch, micro_samples=sizes, max_groups=max_groups, budget=budget)
+    plan = min((search(depth=rule) for rule in rules), key=lambda plan: plan.total_s)
     groups = tuple(replace(g, micro_batches=evened(g.micro_batches)) for g in split_again(plan, bounds).groups)
     return replace(plan, groups=groups)
 
@@ -191,20 +178,13 @@ def unit_costs(names: Sequence[str], sizes_bytes: Sequence[float] = ()) -> Model
         names: of the layers.
         sizes_bytes: of their parameters; a layer's work is in proportion to it. Left out: all alike.
     """
-    free = AffineCost(fixed_s=0.0, per_sample_s=0.0)
-    sizes = sizes_bytes or (1.0,) * len(names)
+    second = AffineCost(fixed_s=0.0, per_sample_s=1.0)
+    one = LayerCost(name="", forward=second, backward=second.times(2.0))
     layers = tuple(
-        LayerCost(
-            name=name,
-            forward=AffineCost(fixed_s=0.0, per_sample_s=max(size, 1.0)),
-            backward=AffineCost(fixed_s=0.0, per_sample_s=2.0 * max(size, 1.0)),
-            param_bytes=size,
-            state_bytes=size,
-        )
-        for name, size in zip(names, sizes, strict=True)
+        replace(one.times(max(size, 1.0)), name=name, param_bytes=size, state_bytes=size)
+        for name, size in zip(names, sizes_bytes or (1.0,) * len(names), strict=True)
     )
-    ends = LayerCost(name="", forward=free, backward=free)
-    return ModelCost(layers=layers, before=ends, head=ends)
+    return ModelCost(layers=layers, before=one.times(0.0), head=one.times(0.0))
 
 
 def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
@@ -213,20 +193,27 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
     The whole model takes ``step_s + sample_s * samples`` on a device of speed 1, as a step does in the scenario. What a
     micro-batch costs whatever its size stays as measured: a real processor starts every computation.
     """
-    costs = (model.before, *model.layers, model.head)
-    weights = [(cost.forward.seconds(1e6), cost.backward.seconds(1e6)) for cost in costs]
-    total_s = sum(map(sum, weights)) or 1.0
+    total_s = _seconds(_all_layers(model), 1e6) or 1.0
 
-    def part(seconds: float, measured: AffineCost) -> AffineCost:
-        share = seconds / total_s
+    def part(measured: AffineCost) -> AffineCost:
+        share = measured.seconds(1e6) / total_s
         fixed_s = scenario.step_s * share + measured.fixed_s
         return AffineCost(fixed_s=fixed_s, per_sample_s=(scenario.sample_s or 0.0) * share)
 
-    new = [
-        replace(cost, forward=part(forward_s, cost.forward), backward=part(backward_s, cost.backward))
-        for cost, (forward_s, backward_s) in zip(costs, weights, strict=True)
+    first, *layers, last = [
+        replace(cost, forward=part(cost.forward), backward=part(cost.backward)) for cost in _all_layers(model)
     ]
-    return ModelCost(before=new[0], layers=tuple(new[1:-1]), head=new[-1])
+    return ModelCost(before=first, layers=tuple(layers), head=last)
+
+
+def _all_layers(model: ModelCost) -> tuple[LayerCost, ...]:
+    """Returns the costs of the whole model: before the layers, of the layers, behind them."""
+    return (model.before, *model.layers, model.head)
+
+
+def _seconds(costs: Sequence[LayerCost], samples: float, parts: Sequence[str] = ("forward", "backward")) -> float:
+    """Returns what a micro-batch takes on a device of speed 1 [s]."""
+    return sum(getattr(cost, part).seconds(samples) for cost in costs for part in parts)
 
 
 def parts_of(
@@ -240,46 +227,42 @@ def parts_of(
         rank: global rank.
         calls: of the backbone per step: with S stages, stage s of call k is number k * S + s, and the head the last.
     """
-
-    samples = max(group.micro_batches)
-
-    def forward_s(costs: Sequence[LayerCost]) -> float:
-        return sum(cost.forward.seconds(samples) for cost in costs)
-
-    def backward_s(costs: Sequence[LayerCost]) -> float:
-        return sum(cost.backward.seconds(samples) for cost in costs)
-
-    everything, stages = (model.before, *model.layers, model.head), len(group.ranks)
-    whole_s = forward_s(everything) + backward_s(everything) or 1.0
+    samples, stages = max(group.micro_batches), len(group.ranks)
+    whole_s = _seconds(_all_layers(model), samples) or 1.0
     stage = group.ranks.index(rank)
     own = (*((model.before,) if stage == 0 else ()), *model.layers[group.cuts[stage] : group.cuts[stage + 1]])
-    parts: dict[tuple[Kind, int], float] = {}
-    for call in range(calls):
-        parts[Kind.FORWARD, call * stages + stage] = forward_s(own) / whole_s / calls
-        parts[Kind.BACKWARD, call * stages + stage] = backward_s(own) / whole_s / calls
+    parts = {
+        (kind, call * stages + stage): _seconds(own, samples, [name]) / whole_s / calls
+        for call in range(calls)
+        for kind, name in ((Kind.FORWARD, "forward"), (Kind.BACKWARD, "backward"))
+    }
     if stage == 0:
-        parts[Kind.HEAD, calls * stages] = (forward_s([model.head]) + backward_s([model.head])) / whole_s
+        parts[Kind.HEAD, calls * stages] = _seconds([model.head], samples) / whole_s
     return parts
 
 
 _ROUNDS = 8
 
 
+def _stages(plan: PipelinePlan) -> Iterator[tuple[GroupPlan, int, int, tuple[int, int]]]:
+    """Yields each stage: its group, its number there, its rank, its first layer and the end of its layers."""
+    for group in plan.groups:
+        for stage, (rank, span) in enumerate(zip(group.ranks, pairwise(group.cuts), strict=True)):
+            yield group, stage, rank, span
+
+
 def held_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float]:
     """Returns what the solvers count, by rank: state, and micro-batches in flight of the largest size; 0 at rest."""
     held = [0.0] * ranks
-    for group in plan.groups:
-        most = max(group.micro_batches)
-        for stage, rank in enumerate(group.ranks):
-            first, end = group.cuts[stage : stage + 2]
-            own = model.layers[first:end]
-            state, kept = sum(layer.state_bytes for layer in own), sum(layer.activation_bytes for layer in own)
-            if stage > 0:
-                kept += model.layers[first - 1].output_bytes
-            else:  # the head keeps what it does of one micro-batch at a time
-                state += model.before.state_bytes + model.head.state_bytes + most * model.head.activation_bytes
-                kept += model.before.activation_bytes
-            held[rank] = state + group.depths[stage] * most * kept
+    for group, stage, rank, (first, end) in _stages(plan):
+        own, most = model.layers[first:end], max(group.micro_batches)
+        state, kept = sum(layer.state_bytes for layer in own), sum(layer.activation_bytes for layer in own)
+        if stage > 0:
+            kept += model.layers[first - 1].output_bytes
+        else:  # the head keeps what it does of one micro-batch at a time
+            state += model.before.state_bytes + model.head.state_bytes + most * model.head.activation_bytes
+            kept += model.before.activation_bytes
+        held[rank] = state + group.depths[stage] * most * kept
     return held
 
 
@@ -290,16 +273,13 @@ def beside_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float
     to and from each neighbour, of activations and of gradients.
     """
     beside = [0.0] * ranks
-    for group in plan.groups:
-        most = max(group.micro_batches)
-        for stage, rank in enumerate(group.ranks):
-            first, end = group.cuts[stage : stage + 2]
-            if len(plan.groups) > 1:
-                parts = [*model.layers[first:end], *((model.before, model.head) if stage == 0 else ())]
-                beside[rank] += sum(part.param_bytes for part in parts)
-            if len(group.ranks) > 1:
-                came = model.layers[first - 1].output_bytes  # to the leader from the last stage
-                beside[rank] += 2.0 * most * (came + model.layers[end - 1].output_bytes)
+    for group, stage, rank, (first, end) in _stages(plan):
+        if len(plan.groups) > 1:
+            parts = [*model.layers[first:end], *((model.before, model.head) if stage == 0 else ())]
+            beside[rank] += sum(part.param_bytes for part in parts)
+        if len(group.ranks) > 1:
+            came = model.layers[first - 1].output_bytes  # to the leader from the last stage
+            beside[rank] += 2.0 * max(group.micro_batches) * (came + model.layers[end - 1].output_bytes)
     return beside
 
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.types import GroupPlan
 
-# Numbers: samples, own work, waiting until the exchange begins, the exchange of the batch before; `rest_s`.
-_WORK = 5
+_WORK = 5  # numbers of a rank: samples, own work, waiting, the exchange of the batch before; `rest_s`
 _WAYS, _WAY = 2, 4  # neighbours that a rank receives from, at most; numbers of each: source, messages, bytes, seconds
+_EACH = _WORK + _WAYS * _WAY
 
 
 def reporting_group(batch: int, groups: Sequence[GroupPlan]) -> int:
@@ -37,18 +38,11 @@ class BatchReport:
 
     Attributes:
         world: ranks.
-        layers: of the backbone; 0: links and layers are not told of, because nothing asks.
-        numbers: `size` of them.
+        numbers: of each rank, in order, and behind them one for each layer of the backbone.
     """
 
     world: int
-    layers: int
     numbers: Sequence[float]
-
-    @staticmethod
-    def size(world: int, layers: int) -> int:
-        """Returns how many numbers it takes."""
-        return _WORK * world + (_WAYS * _WAY * world + layers if layers else 0)
 
     @classmethod
     def of_rank(
@@ -66,23 +60,23 @@ class BatchReport:
         """Returns what one rank has to tell.
 
         Args:
-            rank, world, layers: which rank tells, and see above.
+            rank, world, layers: which rank tells, of how many, and how many layers the backbone has.
             work: samples; own work [s]; waiting for others until this message was sent, which is when the sums of the
                 gradients have begun [s]; what followed in the batch before, until these and the message were there [s].
             rest_s: of a rank at rest: what a computation that is always the same took [s].
             links: on which it has received; of more than two neighbours the first two.
             first_layer, layer_s: of its layers, in order [s]; none if it is not its group's turn.
         """
-        numbers = [0.0] * cls.size(world, layers)
-        numbers[_WORK * rank : _WORK * (rank + 1)] = *work, rest_s
-        if layers:
-            at = _WORK * world + _WAYS * _WAY * rank
-            for link in links[:_WAYS]:
-                numbers[at : at + _WAY] = float(link.source), float(link.messages), link.size_bytes, link.seconds
-                at += _WAY
-            begin = len(numbers) - layers + first_layer
-            numbers[begin : begin + len(layer_s)] = layer_s
-        return cls(world, layers, numbers)
+        ways = [(float(x.source), float(x.messages), x.size_bytes, x.seconds) for x in links[:_WAYS]]
+        numbers = [0.0] * (_EACH * world + layers)
+        for at, told in ((_EACH * rank, [*work, rest_s, *chain(*ways)]), (_EACH * world + first_layer, layer_s)):
+            numbers[at : at + len(told)] = told
+        return cls(world, numbers)
+
+    @property
+    def _ranks(self) -> list[Sequence[float]]:
+        """Each rank's numbers."""
+        return [self.numbers[_EACH * rank : _EACH * (rank + 1)] for rank in range(self.world)]
 
     @property
     def work(self) -> list[tuple[int, float, float]]:
@@ -91,45 +85,31 @@ class BatchReport:
         The batch ends for all together. When the last one has sent its message the exchange alone is left: what it took
         in the batch before, where it took the last rank the least time.
         """
-        rows = [self.numbers[_WORK * r : _WORK * (r + 1)] for r in range(self.world)]
-        batch_s = max(row[1] + row[2] for row in rows) + min(row[3] for row in rows)
-        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, *_ in rows]
+        batch_s = max(row[1] + row[2] for row in self._ranks) + min(row[3] for row in self._ranks)
+        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, *_ in self._ranks]
 
     @property
     def rest_s(self) -> dict[int, float]:
         """By rank at rest that has looked: what a computation that is always the same took [s]."""
-        found = {rank: self.numbers[_WORK * (rank + 1) - 1] for rank in range(self.world)}
-        return {rank: rest_s for rank, rest_s in found.items() if rest_s > 0.0}
+        return {rank: row[_WORK - 1] for rank, row in enumerate(self._ranks) if row[_WORK - 1] > 0.0}
 
     @property
     def links(self) -> list[LinkTime]:
         """What was timed of messages between ranks."""
-        found: list[LinkTime] = []
-        for way in range(_WAYS * self.world if self.layers else 0):
-            at = _WORK * self.world + _WAY * way
-            source, messages, size_bytes, seconds = self.numbers[at : at + _WAY]
-            if messages > 0:
-                found.append(
-                    LinkTime(
-                        source=round(source),
-                        target=way // _WAYS,
-                        messages=round(messages),
-                        size_bytes=size_bytes,
-                        seconds=seconds,
-                    )
-                )
-        return found
+        return [
+            LinkTime(
+                source=round(source), target=target, messages=round(messages), size_bytes=size_bytes, seconds=seconds
+            )
+            for target, row in enumerate(self._ranks)
+            for source, messages, size_bytes, seconds in (row[i : i + _WAY] for i in range(_WORK, _EACH, _WAY))
+            if messages > 0
+        ]
 
     def layer_s(self, group: GroupPlan) -> dict[int, list[float]]:
         """Returns by rank what its layers took [s], of a group that told of them; ranks that did not are left out."""
-        found: dict[int, list[float]] = {}
-        if self.layers:
-            layers = list(self.numbers[-self.layers :])
-            for stage, rank in enumerate(group.ranks):
-                own = layers[group.cuts[stage] : group.cuts[stage + 1]]
-                if min(own) > 0.0:
-                    found[rank] = own
-        return found
+        layers = list(self.numbers[_EACH * self.world :])
+        own = {rank: layers[a:b] for rank, (a, b) in zip(group.ranks, pairwise(group.cuts), strict=True)}
+        return {rank: seconds for rank, seconds in own.items() if min(seconds) > 0.0}
 
 
 _BATCHES = 4  # compared with one another: a change is believed when it has been measured twice
@@ -171,11 +151,8 @@ class Jumps:
         return self._waits
 
     def _has_jumped(self, now: Mapping[tuple[str, int], float]) -> bool:
-        for key, value in now.items():
-            values = [seconds.get(key, value) for seconds in self._seconds]
-            if max(values) > (1.0 + _BAND) * min(values):
-                return True
-        return False
+        each = ([seconds.get(key, value) for seconds in self._seconds] for key, value in now.items())
+        return any(max(values) > (1.0 + _BAND) * min(values) for values in each)
 
 
 Position = tuple[int, int]
@@ -217,8 +194,5 @@ def changeover(
     if not moves:
         window = 1
     free = step + lag + 1
-    if drawn_for <= leaders:
-        layers = -(-step // window) * window
-        return Changeover((epoch, layers), (epoch, max(free, layers)))
-    both = -(-free // window) * window
-    return Changeover((epoch, both), (epoch, both))
+    layers = -(-(step if drawn_for <= leaders else free) // window) * window
+    return Changeover((epoch, layers), (epoch, max(free, layers)))

@@ -16,8 +16,7 @@ operation.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -119,16 +118,6 @@ class Operation:
     what: What | None = None
     peer: int | None = None
 
-    def __str__(self) -> str:
-        """The operation with its stage: ``F3@1``, ``a3@1>2``, ``g3@1<2``."""
-        return self.token(with_stage=True)
-
-    def token(self, *, with_stage: bool) -> str:
-        at = f"@{self.stage}" if with_stage and self.kind is not Kind.HEAD else ""
-        if self.what is None:
-            return f"{self.kind.value}{self.micro_batch}{at}"
-        return f"{self.what.value}{self.micro_batch}{at}{self.kind.value}{self.peer}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
@@ -161,9 +150,6 @@ class PipelineTimes:
         loop_forward_s, loop_backward_s: [M] of the messages from the last stage to the head and back.
         devices: position of each stage's device, the leader's 0 first; empty: each stage has its own, in order.
 
-    Raises:
-        ValueError: a table of the wrong shape, a time that is negative or not finite, or devices that are not the
-            numbers from 0 on, beginning with 0.
     """
 
     forward_s: Table
@@ -179,30 +165,17 @@ class PipelineTimes:
     devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        stages = len(self.forward_s)
-        if stages == 0 or len(self.forward_s[0]) == 0:
-            raise ValueError("PipelineTimes.forward_s is empty: need at least one stage and one micro-batch")
-        micro = len(self.forward_s[0])
-        for name in ("forward_s", "backward_s", "link_forward_s", "link_backward_s"):
-            rows = stages - name.startswith("link")
-            table: Table = getattr(self, name) or ((0.0,) * micro,) * rows
-            object.__setattr__(self, name, table)
-            if len(table) != rows:
-                raise ValueError(f"PipelineTimes.{name} has {len(table)} rows, need {rows}")
-            for i, row in enumerate(table):
-                _check_row(f"{name}[{i}]", row, micro)
-        for end in ("before", "head", "loop"):
-            for name in (f"{end}_forward_s", f"{end}_backward_s"):
-                row = getattr(self, name) or (0.0,) * micro
-                object.__setattr__(self, name, row)
-                _check_row(name, row, micro)
-        devices = self.devices or tuple(range(stages))
-        object.__setattr__(self, "devices", devices)
-        if len(devices) != stages or devices[0] != 0 or set(devices) != set(range(max(devices) + 1)):
-            raise ValueError(
-                f"PipelineTimes.devices={devices!r} must give each of the {stages} stages a position: the numbers "
-                "from 0 on, none left out, the leader's 0 first"
-            )
+        stages, zeros = len(self.forward_s), (0.0,) * len(self.forward_s[0])
+        links = (zeros,) * (stages - 1)
+        left_out = {
+            "backward_s": (zeros,) * stages,
+            "link_forward_s": links,
+            "link_backward_s": links,
+            "devices": tuple(range(stages)),
+        }
+        for field in fields(self):
+            if not getattr(self, field.name):
+                object.__setattr__(self, field.name, left_out.get(field.name, zeros))
 
     @property
     def stages(self) -> int:
@@ -232,11 +205,3 @@ class PipelineTimes:
 
 def _sum(a: Row, b: Row) -> Row:
     return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def _check_row(name: str, row: Row, micro: int) -> None:
-    if len(row) != micro:
-        raise ValueError(f"PipelineTimes.{name} has {len(row)} times, but there are {micro} micro-batches")
-    for m, value in enumerate(row):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"PipelineTimes.{name}[{m}]={value!r} must be a finite number >= 0 (seconds)")

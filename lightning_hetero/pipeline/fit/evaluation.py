@@ -20,16 +20,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
-from lightning_hetero.pipeline.fit.leader_step import acting_as, leader_runs
+from lightning_hetero.pipeline.fit.leader_step import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.fit.wires import Fixed
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.step.attributes import (
@@ -44,7 +42,6 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
     values_of,
 )
 from lightning_hetero.transport.objects import packed, receive, send
-from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
 
 
@@ -72,24 +69,13 @@ class EvaluationBatches:
     """Runs evaluation steps of one run on one rank.
 
     Args:
-        module: whose steps they are.
-        channel: over all ranks.
-        failures: of the run.
+        fixed: of the run.
         logs: collects what the steps log.
-        device: of this rank.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        *,
-        channel: SideChannel,
-        failures: FailureBoard,
-        logs: StepLogs,
-        device: torch.device,
-    ) -> None:
-        self._module, self._channel = module, channel
-        self._failures, self._logs, self._device = failures, logs, device
+    def __init__(self, fixed: Fixed, logs: StepLogs) -> None:
+        self._module, self._channel, self._logs = fixed.module, fixed.channel, logs
+        self._wait, self._device = fixed.failures.wait_for_peer, fixed.settings.device
         self._turn = 0
         self._unfinished = False
         self._shadows: dict[int, Shadow] = {}  # on the leader, of an evaluation: by the rank whose steps they are for
@@ -255,7 +241,7 @@ class EvaluationBatches:
 
         def body() -> Any:
             logged_for = None if own or not args else args[0]
-            with acting_as(rank), self._logs.collecting(None, logged_for), leader_runs(name):
+            with acting_as(rank, name), self._logs.collecting(None, logged_for):
                 return getattr(self._module, name)(*args, **kwargs)
 
         return body
@@ -275,11 +261,6 @@ class EvaluationBatches:
 
     def _receive(self, rank: int) -> Any:
         return move_data_to_device(receive(rank, self._channel.group, self._wait), self._device)
-
-    def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None
-        self._failures.wait_for_peer(work)
-
 
 
 def _alike(before: Any, now: Any) -> bool:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -28,16 +27,15 @@ class GradientsAside:
     """The gradients of this rank's parameters, from the pipelines' step to the optimizer's.
 
     Args:
-        trainer: the running trainer.
         place: of this rank.
 
     Attributes:
         may_be_kept: the user's own ``optimizer_zero_grad`` might do something else than to clear them.
     """
 
-    def __init__(self, trainer: Trainer, place: RankInPlan) -> None:
-        self._trainer, self._place, self._precision = trainer, place, trainer.precision_plugin
-        self.may_be_kept = is_overridden("optimizer_zero_grad", trainer.lightning_module)
+    def __init__(self, place: RankInPlan) -> None:
+        self._place, self._precision = place, place.fixed.trainer.precision_plugin
+        self.may_be_kept = is_overridden("optimizer_zero_grad", place.fixed.module)
         self._before: dict[nn.Parameter, Tensor] = {}
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
@@ -55,7 +53,7 @@ class GradientsAside:
         might do something else, they are kept aside meanwhile.
         """
         self._before = {}
-        if compat.zeroes_now(self._trainer):
+        if compat.zeroes_now(self._place.fixed.trainer):
             self._place.here.gradients = False
             for p in self._place.held.own:
                 if p.grad is not None and self.may_be_kept:

@@ -7,33 +7,50 @@ import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from operator import is_
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
-from torch import nn
 
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.transport.alone import run_alone
 
-_ACTS: ContextVar[int | None] = ContextVar("acts", default=None)  # each suspended step has a context of its own
+_ACTS: ContextVar[tuple[int, str] | None] = ContextVar("acts", default=None)  # each suspended step has its own context
 
 
 @contextmanager
-def acting_as(rank: int) -> Iterator[None]:
-    """Inside, this process runs a step as ``rank`` would under DDP; 0 is the only one that prints and draws."""
-    token = _ACTS.set(rank)
+def acting_as(rank: int, step: str) -> Iterator[None]:
+    """Inside, which is the body of a user's step, this process runs it as ``rank`` would under DDP, and alone.
+
+    Rank 0 is the only one that prints and draws.
+
+    Args:
+        rank: for which the step runs.
+        step: name of the module's method.
+    """
+    token = _ACTS.set((rank, step))
     try:
-        yield
+        with leader_runs(step):
+            yield
+    except RuntimeError as error:
+        if NO_GRAPH in str(error):
+            add_hint(error)
+        raise
     finally:
         _ACTS.reset(token)
 
 
 def acting_rank() -> int | None:
     """Returns the rank for which a step runs here; None: none does."""
-    return _ACTS.get()
+    acts = _ACTS.get()
+    return None if acts is None else acts[0]
+
+
+def acting_step() -> str | None:
+    """Returns the name of the step that runs here; None: none does."""
+    acts = _ACTS.get()
+    return None if acts is None else acts[1]
 
 
 def leader_runs(step: str) -> AbstractContextManager[None]:
@@ -62,13 +79,13 @@ class _Rank(int):
     """The number in ``rank_zero_only.rank``, which is compared with 0."""
 
     def __eq__(self, other: Any) -> bool:
-        acts = _ACTS.get()
+        acts = acting_rank()
         return int(self if acts is None else acts) == other
 
     __hash__ = int.__hash__
 
     def __gt__(self, other: Any) -> bool:  # a logger asks so before it opens its files
-        acts = _ACTS.get()
+        acts = acting_rank()
         if acts == 0 and int(self) != 0:
             raise RuntimeError(
                 f"logger.experiment is open on rank 0 only, and in this pipeline rank {int(self)} runs this step: log"
@@ -78,25 +95,16 @@ class _Rank(int):
         return int(self if acts is None else acts) > other
 
 
-# ---- what a step must not do ------------------------------------------------------------------------------------
-
-
 @contextmanager
-def within_limits(trainer: Trainer) -> Iterator[None]:
-    """Refuses, in the body of a training step, what would happen on this rank only, or cannot happen.
+def same_settings(trainer: Trainer) -> Iterator[None]:
+    """Refuses changes that training steps make to optimizers of which other ranks have their own; inside is a batch.
 
     Raises:
-        RuntimeError: the step has changed settings of an optimizer, which others have, too; or it differentiates
-            through the backbone.
+        RuntimeError: a step has changed settings of an optimizer.
     """
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     before = [group.copy() for group in groups]
-    try:
-        yield
-    except RuntimeError as error:
-        if NO_GRAPH in str(error):
-            add_hint(error)
-        raise
+    yield
     for index, (was, now) in enumerate(zip(before, groups, strict=True)):
         if was != now:  # what is the same object is not compared
             name = next(name for name, value in now.items() if name not in was or value != was[name])
@@ -106,56 +114,6 @@ def within_limits(trainer: Trainer) -> Iterator[None]:
                 " optimizers of the others keep theirs. Change it in on_train_batch_start or by a scheduler that"
                 " Lightning steps, or use strategy='hetero_balanced'"
             )
-
-
-class LayersElsewhere:
-    """The layers that a leader's group runs on other ranks; notices what a training step changes of them.
-
-    Args:
-        rank: this process.
-        layers: by name.
-    """
-
-    def __init__(self, rank: int, layers: list[tuple[str, nn.Module]]) -> None:
-        self._rank = rank
-        self._modules = [
-            (f"{name}.{inner}".rstrip("."), vars(module))
-            for name, layer in layers
-            for inner, module in layer.named_modules()
-        ]
-        self._parameters = [p for _, layer in layers for p in layer.parameters()]
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Inside are the training steps of a batch.
-
-        Raises:
-            RuntimeError: a step has changed attributes of such a layer, or what of it is trained.
-        """
-        before = [held.copy() for _, held in self._modules]
-        trained = [p.requires_grad for p in self._parameters]
-        yield
-        for (name, now), was in zip(self._modules, before, strict=True):
-            if len(now) != len(was) or not all(map(is_, now.values(), was.values())):
-                changed = next((key for key in {**was, **now} if not _same(was.get(key), now.get(key))), None)
-                if changed is not None:
-                    self._refuse(f"{name}.{changed}")
-        if trained != [p.requires_grad for p in self._parameters]:
-            self._refuse("requires_grad of a parameter")
-
-    def _refuse(self, what: str) -> None:
-        raise RuntimeError(
-            f"training_step on rank {self._rank} has changed {what}, of a layer that another rank runs: in a pipeline"
-            " only the first rank of each group runs training_step. Change it in on_train_batch_start, which all ranks"
-            " run, or use strategy='hetero_balanced'"
-        )
-
-
-def _same(was: Any, now: Any) -> bool:
-    try:
-        return was is now or bool(was == now)
-    except (RuntimeError, ValueError):  # arrays of several numbers
-        return False
 
 
 # ---- what may help with its errors ------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ class _Sums:
 class _Record:
     """What one micro-batch has logged."""
 
-    logs: StepLogs
     samples: int | None
     batch: Any
     entries: list[tuple[_Key, Tensor | float | None, float]] = field(default_factory=list)
@@ -114,12 +113,11 @@ class StepLogs:
     ) -> None:
         self._module = module
         self._channel = channel
-        self._alone = channel.world_size == 1
         self._wait = wait
         self._tables: dict[str, dict[_Key, None]] = {}  # by hook: the keys that all ranks know, in order
         self._records: list[_Record] = []
         self._open = 0
-        self._undo: Callable[[], None] | None = None
+        self._stop_diverting: Callable[[], None] = lambda: None
         self._watched: dict[int, tuple[Metric, Callable[[], None]]] = {}
         self._computed: list[Metric] = []  # since the last step
         for metric in module.modules():
@@ -136,17 +134,16 @@ class StepLogs:
         to the body that logs. Errors of ``self.log`` are Lightning's own.
 
         Args:
-            samples: of the micro-batch; 0: a dummy, of which nothing counts; None: a whole batch, of which Lightning
-                finds the size.
+            samples: of the micro-batch; None: a whole batch, of which Lightning finds the size.
             batch: this batch; None: the loop's.
         """
-        record = _Record(self, samples, batch)
+        record = _Record(samples, batch)
         results = compat.results_of(self._module.trainer)
         if results is None:  # a prediction: Lightning's own error says that it logs nothing
             yield
             return
         if not self._open:
-            self._undo = compat.divert_logs(self._module.trainer, self._take)
+            self._stop_diverting = compat.divert_logs(self._module.trainer, self._take)
         self._open += 1
         self._records.append(record)
         token = _CURRENT.set(record)
@@ -156,11 +153,11 @@ class StepLogs:
             _CURRENT.reset(token)
             self._open -= 1
             if not self._open:
-                self._stop()
+                self._stop_diverting()
 
     def _take(self, log: Callable[..., None], fx: str, name: str, value: Tensor | Metric, **options: Any) -> None:
         record = _CURRENT.get()
-        if record is None or record.logs is not self:
+        if record is None:
             log(fx, name, value, **options)
             return
         reduction = compat.logged_reduction(fx, name, options)
@@ -176,57 +173,41 @@ class StepLogs:
         same = tuple(options.get(option) for option in _SAME)
         call = sum((k.name, k.reduction, k.options) == (name, reduction, same) for k, _, _ in record.entries)
         key = _Key(name, call, reduction, same, str(dtype).removeprefix("torch."))
-        weight = options.get("batch_size")
-        if weight is None:
-            weight = record.samples
+        weight = record.samples if options.get("batch_size") is None else options["batch_size"]
         if weight is None:
             needed = reduction == "mean" and options["on_epoch"]
             weight = compat.size_of_batch(self._module.trainer, required=needed, batch=record.batch)
         record.entries.append((key, shown, float(weight)))
 
-    def _stop(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def discard(self) -> None:
-        """Forgets what was collected, after an error."""
-        self._records = []
-
     def read(self, values: Sequence[Tensor | float]) -> list[float]:
         """Returns the values as numbers, and reads with them what was collected: so the device is waited for once."""
         logged = [value for record in self._records for _, value, _ in record.entries]
-        numbers = _numbers([*values, *logged])
-        rest = iter(numbers[len(values) :])
+        numbers = iter(_numbers([*values, *logged]))
+        found = [float(number) for _, number in zip(values, numbers, strict=False) if number is not None]
         for record in self._records:
-            record.entries = [(key, next(rest), weight) for key, _, weight in record.entries]
-        return [float(number) for number in numbers[: len(values)] if number is not None]
+            record.entries = [(key, next(numbers), weight) for key, _, weight in record.entries]
+        return found
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
-    def publish(self, beside: Sequence[float] = ()) -> list[float]:
+    def publish(self) -> None:
         """Logs what was collected on any rank since the last call; a collective, in the same hook on all ranks.
-
-        Args:
-            beside: other numbers, to be summed over the ranks by the same message; as many on every rank.
-
-        Returns:
-            Their sums, in float64.
 
         Raises:
             MisconfigurationException, RuntimeError: as `send`, and what it returns.
         """
-        return self.send(beside)()
+        self.send()()
 
     def send(self, beside: Sequence[float] = ()) -> Callable[[], list[float]]:
         """Starts `publish`; the rest, which waits for all ranks and logs, is what it returns, called in the same hook.
 
         Args:
-            beside: see there.
+            beside: other numbers, to be summed over the ranks by the same message; as many on every rank.
 
         Returns:
-            To be called once, on all ranks. It raises MisconfigurationException, Lightning's, e.g. for one name logged
-            with different arguments, on all ranks; RuntimeError if a metric was logged that other ranks do not have.
+            To be called once, on all ranks; it returns the sums of the other numbers, in float64. It raises
+            MisconfigurationException, Lightning's, e.g. for one name logged with different arguments, on all ranks;
+            RuntimeError if a metric was logged that other ranks do not have.
 
         Raises:
             RuntimeError: not called within a hook of the module.
@@ -240,10 +221,10 @@ class StepLogs:
         if fx is None:
             raise RuntimeError("StepLogs.send() is for the hook that logs, e.g. within the strategy's training_step")
         table, mine, others = self._tables.setdefault(fx, {}), _summed(records), list(beside)
-        first = None if self._alone else self._start_exchange(table, mine, others)
+        first = self._start_exchange(table, mine, others)
 
         def receive() -> list[float]:
-            sums, totals = (others, mine) if first is None else self._exchanged(table, mine, others, first)
+            sums, totals = self._exchanged(table, mine, others, first)
             for key, total in totals.items():
                 if total.times > 0:
                     self._log(fx, key, total)
@@ -321,8 +302,6 @@ class StepLogs:
         return sums, totals
 
     def _start_sum(self, numbers: Sequence[float], *, largest: bool = False) -> Callable[[], list[float]]:
-        if self._alone:
-            return lambda: list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
         under_way = start_sum(tensor, self._channel.group, largest=largest)
 
@@ -336,7 +315,7 @@ class StepLogs:
 
     def _watch(self, metric: Metric) -> None:
         """Lets a metric's ``compute`` combine the states of the ranks that have updated it, wherever it is called."""
-        if not self._alone and id(metric) not in self._watched:
+        if id(metric) not in self._watched:
             gather = self._channel.all_gather_object
             undo = compat.combine_metric_with(
                 metric, gather, inside=lambda: _CURRENT.get() is not None, computed=self._computed.append
@@ -345,22 +324,17 @@ class StepLogs:
 
     def close(self) -> None:
         """Gives ``self.log`` and the metrics back."""
-        self._stop()
-        self._records = []
         for _, undo in self._watched.values():
             undo()
-        self._watched = {}
 
 
 def _summed(records: Sequence[_Record]) -> dict[_Key, _Sums]:
     """Returns the sums by key, in the order of the first micro-batch that logged it."""
-    entries = [(record.samples, *entry) for record in records for entry in record.entries]
-    values = _numbers([value for _, _, value, _ in entries])
+    entries = [entry for record in records for entry in record.entries]
+    values = _numbers([value for _, value, _ in entries])
     sums: dict[_Key, _Sums] = {}
-    for (samples, key, _, weight), value in zip(entries, values, strict=True):
-        total = sums.setdefault(key, _Sums())
-        if samples != 0:
-            total.add(value, weight, key.reduction)
+    for (key, _, weight), value in zip(entries, values, strict=True):
+        sums.setdefault(key, _Sums()).add(value, weight, key.reduction)
     return sums
 
 

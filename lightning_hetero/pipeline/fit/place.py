@@ -3,7 +3,7 @@
     plan ──► ownership ──► prune: others' layers leave this rank's memory
                        ├─► stage runner: this rank's layers at work      [runtime.execute]
                        ├─► gradient sums, buffers, whole states          [runtime.ownership]
-                       └─► logs, averaged weights, evaluation            [fit]
+                       └─► logs, evaluation                              [fit]
 
     another plan ──► migration: what this rank holds from now on, from those that hold it [runtime.ownership]
                      or, if only the shares are others: the times that schedules are made from
@@ -11,28 +11,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.measure.rest_probe import RestProbe
+from lightning_hetero.measure.timer import RestProbe
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
-from lightning_hetero.pipeline.decide.plans import unit_costs
+from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.fit.averaged_weights import Averages
-from lightning_hetero.pipeline.fit.emulation import Emulation
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
-from lightning_hetero.pipeline.fit.wires import Fixed, Wires
+from lightning_hetero.pipeline.fit.wires import Emulation, Fixed, Wires
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
@@ -41,12 +39,10 @@ from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
+from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore, to_device
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import GroupPlan, PipelinePlan
-
-pass
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
@@ -82,10 +78,12 @@ class RankInPlan:
         planned: the plan in force, and what it was made from.
         held: what follows from which rank holds what under it.
         group: of this rank; None for a rank at rest.
+        elsewhere: the ids of the modules in layers that other ranks run for a group that this one leads.
         runner: this rank's stage, or the whole step; None for a rank at rest.
         predicted_s: per rank, what its own work for a full batch should take by the plan's costs [s]; NaN if unknown.
         here: what runs on this rank, for what stands for tensors that others hold.
-        averages: averaged weights, divided as the module is.
+        copies: of the module that callbacks keep to average weights, divided as the module is: they make them before
+            training, when it is whole, and from then on go through both parameter by parameter.
         logs: what steps log.
         emulation: what is put around all this where devices or links are emulated.
         busy: this rank's own work.
@@ -93,6 +91,7 @@ class RankInPlan:
     """
 
     predicted_s: tuple[float, ...]
+    elsewhere: set[int]
 
     def __init__(self, fixed: Fixed, planned: PlanResult) -> None:
         self.fixed, self.planned = fixed, planned
@@ -101,25 +100,21 @@ class RankInPlan:
         share_initial(module, ownership, channel.group)
         self.here = Here(channel.rank, partial(compat.running_hook, fixed.trainer))
         prune(module, fixed.optimizers, ownership, self.here, device=device)
-        self.averages = Averages(fixed.trainer, ownership, channel.group, self.here)
-        self.averages.divide()
+        self.copies = [copy for _, copy in compat.averaging_callbacks(fixed.trainer)]
+        self._undo = ExitStack()
+        for copy in self.copies:
+            share_initial(copy, ownership, channel.group)
+            prune(copy, (), ownership, self.here)
+            self._undo.enter_context(movable(copy))  # a callback moves its copy when averaging begins
         to_device(module, fixed.optimizers, device)
         self._wires = Wires(fixed, planned.plan)
         self.logs = StepLogs(module, channel, wait=fixed.failures.wait)
-        self.emulation = Emulation(
-            fixed.scenario,
-            fixed.scenario_step,
-            links=fixed.settings.emulate_links,
-            rank=channel.rank,
-            failures=fixed.failures,
-        )
+        self.emulation = Emulation(fixed)
         self.busy = self.emulation.paced(BusyTime(device))
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
-        self.evaluation = EvaluationBatches(
-            module, channel=channel, failures=fixed.failures, logs=self.logs, device=device
-        )
+        self.evaluation = EvaluationBatches(fixed, self.logs)
         self.held = Holdings(fixed, ownership, self._wires)
         self.follow(planned)
         if fixed.trainer.predicting:
@@ -134,12 +129,6 @@ class RankInPlan:
     def leads(self) -> bool:
         """Whether this rank runs the training step of its group."""
         return self.group is not None and self.group.ranks[0] == self.fixed.channel.rank
-
-    def elsewhere(self) -> list[tuple[str, nn.Module]]:
-        """Returns the layers that other ranks of the group run which this one leads, by their names."""
-        assert self.group is not None
-        layers = list(zip(self.fixed.backbone.names, self.fixed.backbone.layers, strict=True))
-        return layers[self.group.cuts[1] :] if len(self.group.ranks) > 1 else []
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
@@ -170,7 +159,7 @@ class RankInPlan:
             self.fixed.optimizers,
             self.held.ownership,
             new,
-            copies=self.averages.copies,
+            copies=self.copies,
             gradients=gradients,
             device=self.fixed.settings.device,
             group=self.fixed.channel.group,
@@ -180,7 +169,6 @@ class RankInPlan:
         )
         self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
-        self.averages.ownership = new
         self.held = Holdings(self.fixed, new, self._wires)
         self.follow(planned)
         return migration.size_bytes
@@ -191,19 +179,31 @@ class RankInPlan:
         called_before, self.planned = self.planned.calls, planned
         self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
         model = planned.model or unit_costs(self.fixed.backbone.names)
+        others = self.fixed.backbone.layers[group.cuts[1] :] if group is not None and group.ranks[0] == rank else []
+        self.elsewhere = {id(part) for layer in others for part in layer.modules()}
         self.emulation.cluster = planned.cluster
-        self.emulation.follow(self.busy, model, group, planned.calls)
+        if isinstance(self.busy, EmulatedPace):
+            self.busy.parts = {} if group is None else parts_of(model, group, rank, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
             assert group is not None
-            self.runner.follow(self._times_of(group), self._policy_of(group))
+            self.runner.follow(self._times_of(group), partial(_policy, group))
         elif not same:
             if self.runner is not None:
                 self.runner.close()
             self.runner = None if group is None else self._runner_of(group)
         self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=self.fixed.channel.world_size)
         self.evaluation.settle(plan, self.runner)
+        self._hide_example()
+
+    def _hide_example(self) -> None:
+        """A forward pass of the whole module, as summaries and graphs make with this, has no layers to run on."""
+        module = self.fixed.module
+        example = getattr(module, "example_input_array", None)
+        if example is not None and any(len(group.ranks) > 1 for group in self.planned.plan.groups):
+            module.example_input_array = None
+            self._undo.callback(setattr, module, "example_input_array", example)
 
     def _times_of(self, group: GroupPlan) -> TimesOf:
         model, cluster = self.planned.model or unit_costs(self.fixed.backbone.names), self.planned.cluster
@@ -213,14 +213,6 @@ class RankInPlan:
             return called(times_of(model, cluster, part), calls)
 
         return times
-
-    @staticmethod
-    def _policy_of(group: GroupPlan) -> Callable[[PipelineTimes], SchedulePolicy]:
-        def policy(times: PipelineTimes) -> SchedulePolicy:
-            depths = group.depths * (times.stages // len(group.ranks))
-            return SchedulePolicy(depths=depths, priority="HFB")
-
-        return policy
 
     def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
         fixed, settings = self.fixed, self.fixed.settings
@@ -245,7 +237,7 @@ class RankInPlan:
             group=group,
             cut=fixed.backbone.cut() if self.leads else None,
             times=self._times_of(group),
-            policy=self._policy_of(group),
+            policy=partial(_policy, group),
             calls=self.planned.calls,
         )
 
@@ -296,7 +288,7 @@ class RankInPlan:
         """Makes the module whole again on every rank, on the CPU; after a failure, does only what needs no peer."""
         self.logs.close()
         self.held.sync.close()
-        self.averages.release()
+        self._undo.close()
         try:
             if not self.fixed.failures.reported:
                 self.evaluation.finish()
@@ -305,7 +297,8 @@ class RankInPlan:
             if not self.fixed.failures.reported:
                 to_device(self.fixed.module, self.fixed.optimizers, torch.device("cpu"))
                 restore(self.fixed.module, self.fixed.optimizers, self.held.ownership, self.fixed.channel.group)
-                self.averages.restore()
+                for copy in self.copies:
+                    restore(copy, (), self.held.ownership, self.fixed.channel.group)
         except Exception as error:
             if not self.fixed.failures.reported:  # else there is a cause already, which this would hide
                 self.fixed.failures.report(error)
@@ -313,7 +306,12 @@ class RankInPlan:
         finally:
             self._wires.close(failed=self.fixed.failures.reported)
             if not self.fixed.failures.reported:
-                del self.averages, self.held  # Trainer's loaders still hold this place
+                del self.copies, self.held  # Trainer's loaders still hold this place
+
+
+def _policy(group: GroupPlan, times: PipelineTimes) -> SchedulePolicy:
+    """Returns what may be in flight under a group's plan, by the stages of all calls of the backbone."""
+    return SchedulePolicy(depths=group.depths * (times.stages // len(group.ranks)))
 
 
 def _structure(plan: PipelinePlan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

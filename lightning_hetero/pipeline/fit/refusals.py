@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.base.refusals import Refusals
-from lightning_hetero.pipeline.fit.leader_step import acting_rank
+from lightning_hetero.pipeline.fit.leader_step import acting_step
 from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
@@ -136,13 +137,16 @@ _OUT = (
 
 
 @contextmanager
-def hooks_return(backbone: Backbone) -> Iterator[None]:
-    """Inside, a forward hook on a layer, or inside of one, that returns nothing is an error when it is called.
+def layers_alike(backbone: Backbone, elsewhere: Callable[[], Container[int]]) -> Iterator[None]:
+    """Inside, code that would see or change layers on one rank only is an error where it runs.
 
-    Those of torch itself, such as of `torch.nn.utils.weight_norm`, are left out.
+    That is a forward hook on a layer, or inside of one, that returns nothing, and one that is registered in a step
+    (those of torch itself are left out, such as of `torch.nn.utils.weight_norm`); and an attribute that a training
+    step changes, of a layer that another rank runs.
 
     Args:
         backbone: its layers, under whatever plan.
+        elsewhere: returns the ids of the modules in layers that other ranks run for this one.
     """
     if isinstance(backbone, Undivided):
         yield
@@ -152,44 +156,62 @@ def hooks_return(backbone: Backbone) -> Iterator[None]:
         for name, layer in zip(backbone.names, backbone.layers, strict=True)
         for path, part in layer.named_modules()
     }
-    undo: list[Callable[[], None]] = []
+    with ExitStack() as undo:
 
-    def check(part: nn.Module, kind: str) -> None:
-        hooks = getattr(part, kind)
-        for key, hook in hooks.items():
-            if not isinstance(hook, _Returns) and not str(getattr(hook, "__module__", "")).startswith("torch."):
-                hooks[key] = _Returns(hook, names[id(part)])
-                undo.append(lambda key=key, hook=hook: hooks.update({key: hook} if key in hooks else {}))
+        def check(part: nn.Module, kind: str) -> None:
+            hooks = getattr(part, kind)
+            for key, hook in hooks.items():
+                if not isinstance(hook, _Returns) and not str(getattr(hook, "__module__", "")).startswith("torch."):
+                    hooks[key] = _Returns(hook, names[id(part)])
+                    undo.callback(lambda key=key, hook=hook: hooks.update({key: hook} if key in hooks else {}))
 
-    def checking(method: str) -> Any:
-        stock = getattr(nn.Module, method)
+        def checking(stock: Callable[..., Any], kind: str) -> Callable[..., Any]:
+            def register(part: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
+                if id(part) in names and acting_step() is not None:
+                    raise RuntimeError(
+                        f"the forward hook {_name(hook)} of {names[id(part)]} is registered inside of a step, and in a"
+                        f" pipeline the layer may be on another rank, where it is not: {_OUT}"
+                    )
+                handle = stock(part, hook, *args, **kwargs)
+                if id(part) in names:
+                    check(part, kind)
+                return handle
 
-        def register(part: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
-            if id(part) in names and acting_rank() is not None:
-                raise RuntimeError(
-                    f"the forward hook {_name(hook)} of {names[id(part)]} is registered inside of a step, and in a"
-                    f" pipeline the layer may be on another rank, where it is not: {_OUT}"
-                )
-            handle = stock(part, hook, *args, **kwargs)
-            if id(part) in names:
-                check(part, _KINDS[method])
-            return handle
+            return register
 
-        setattr(nn.Module, method, register)
-        return stock
+        def changing(stock: Callable[..., None]) -> Callable[..., None]:
+            def change(part: nn.Module, name: str, value: Any) -> None:
+                if acting_step() == "training_step" and id(part) in elsewhere() and not _same(part, name, value):
+                    raise RuntimeError(
+                        f"training_step on rank {torch.distributed.get_rank()} has changed {names[id(part)]}.{name}, of"
+                        " a layer that another rank runs: in a pipeline only the first rank of each group runs"
+                        " training_step. Change it in on_train_batch_start, which all ranks run, or use"
+                        " strategy='hetero_balanced'"
+                    )
+                stock(part, name, value)
 
-    for layer in backbone.layers:
-        for part in layer.modules():
-            for kind in _KINDS.values():
-                check(part, kind)
-    stock = {method: checking(method) for method in _KINDS}
-    try:
+            return change
+
+        def replace(method: str, make: Callable[[Any], Any]) -> None:
+            stock = getattr(nn.Module, method)
+            undo.callback(setattr, nn.Module, method, stock)
+            setattr(nn.Module, method, make(stock))
+
+        for method, kind in _KINDS.items():
+            for layer in backbone.layers:
+                for part in layer.modules():
+                    check(part, kind)
+            replace(method, partial(checking, kind=kind))
+        replace("__setattr__", changing)
         yield
-    finally:
-        for method, function in stock.items():
-            setattr(nn.Module, method, function)
-        for restore in undo:
-            restore()
+
+
+def _same(part: nn.Module, name: str, value: Any) -> bool:
+    was = getattr(part, name, None)
+    try:
+        return was is value or bool(was == value)
+    except (RuntimeError, ValueError):  # arrays of several numbers
+        return False
 
 
 class _Returns:

@@ -10,21 +10,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.run import EventLog, planned_batches
+from lightning_hetero.base.run import planned_batches
 from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
@@ -38,7 +36,6 @@ from lightning_hetero.pipeline.decide.replanning import (
     changeover,
     reporting_group,
 )
-from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
@@ -51,9 +48,7 @@ class RankZero:
     """Asks the controller, on rank 0; elsewhere, and where there is none, there is never anything to say.
 
     Args:
-        trainer: the running trainer.
         place: of this rank.
-        events: of this rank.
         controller: is started from the plan in force when the first batch has been trained; None: the first plan stays.
         state: of the controller of the run that this one resumes; empty: there was none, or this rank does not know.
         whole: the layers are one, and batches need not be cut where that is spared.
@@ -65,16 +60,13 @@ class RankZero:
 
     def __init__(
         self,
-        trainer: Trainer,
         place: RankInPlan,
-        events: EventLog,
         *,
         controller: LyapunovController | None,
         state: Mapping[str, Any],
         whole: bool,
     ) -> None:
-        self._trainer, self._place, self._events = trainer, place, events
-        self.controller, self._whole = controller, whole
+        self._place, self.controller, self._whole = place, controller, whole
         self.begin_again(state)
 
     def begin_again(self, state: Mapping[str, Any] | None = None) -> None:
@@ -106,7 +98,7 @@ class RankZero:
                 micro_batch_size=settings.micro_batch_size,
                 max_groups=settings.max_groups,
                 depth=settings.depth,
-                planned_batches=planned_batches(self._trainer),
+                planned_batches=planned_batches(place.fixed.trainer),
             )
         except ValueError as error:
             if settings.watched:
@@ -127,7 +119,7 @@ class RankZero:
     def _decide(self, decider: Controller, observation: Observation, part: Part) -> None:
         decision = decider.step(observation)
         if decision.queues:
-            self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
+            self._place.fixed.events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
         if decision.kind != "keep" or decision.outcome is not None:
             plan, planned = decision.plan, self._place.planned
             if self._whole and planned.model is not None:
@@ -149,13 +141,9 @@ class Replans:
     """Asks for another plan after each batch, and carries out what comes; on every rank of a fit.
 
     Args:
-        trainer: the running trainer.
         place: of this rank.
-        binder: of the train loader.
-        events: of this rank.
         rank_zero: asks the controller.
         records: of this run; appended to.
-        in_force: called when another plan has come into force.
 
     Attributes:
         rank_zero: as given.
@@ -163,33 +151,18 @@ class Replans:
         paused_s: how long this rank stood still before the batch that runs [s].
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        place: RankInPlan,
-        binder: PipelineBinder,
-        events: EventLog,
-        *,
-        rank_zero: RankZero,
-        records: list[Replan],
-        in_force: Callable[[], None],
-    ) -> None:
-        self._trainer, self._place, self._binder, self._events = trainer, place, binder, events
-        self.rank_zero, self._in_force = rank_zero, in_force
+    def __init__(self, place: RankInPlan, *, rank_zero: RankZero, records: list[Replan]) -> None:
+        self._place, self._fixed, self._binder = place, place.fixed, place.fixed.binder
+        self.rank_zero = rank_zero
         self._log = ReplanLog(records)
         self._jumps = Jumps()
-        self._told: tuple[torch.Tensor, dist.Work, torch.Tensor] | None = None  # on its way: size of what rank 0 says
+        self._is_told = False  # rank 0 says before the next batch what it has decided
         self._due: list[tuple[Changeover, Decision]] = []
         self.paused_s, self._moved_bytes = 0.0, 0
         self._at = (-1, -1)  # the batch that began last
         self.generation = 0
 
     # ---- what is measured, and what is decided by it -----------------------------------------------------------
-
-    @property
-    def news(self) -> bool:
-        """Whether this rank has decided something that it has not said yet; to be told with the next batch."""
-        return bool(self.rank_zero.unsaid)
 
     def hold(self) -> None:
         """The first plan stays; called by all ranks with the same batch."""
@@ -202,7 +175,7 @@ class Replans:
             )
 
     def observe(self, batch: int, part: Part, told: BatchReport, pause_s: float, *, news: bool) -> None:
-        """A batch has been trained: rank 0 decides, now or by `catch_up`; the others are told of it while they go on.
+        """A batch has been trained: rank 0 decides, now or by `catch_up`; the others hear of it before the next one.
 
         Args:
             batch: its number in the run.
@@ -237,15 +210,9 @@ class Replans:
 
         rank_zero.decide(part, observation)
         jumped = self._jumps.add(self.generation, [(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)
-        if not (jumped or news):  # the same on all ranks
-            return
-        rank_zero.catch_up()
-        text = packed(rank_zero.unsaid) if rank_zero.unsaid else torch.empty(0, dtype=torch.uint8)
-        rank_zero.unsaid = []
-        size = torch.tensor([text.numel()])
-        work = dist.broadcast(size, src=0, group=self._place.fixed.channel.group, async_op=True)
-        assert work is not None
-        self._told = size, work, text
+        if jumped or news:  # the same on all ranks
+            rank_zero.catch_up()
+            self._is_told = True
 
     # ---- what has been decided, and from when on it holds --------------------------------------------------------
 
@@ -279,33 +246,34 @@ class Replans:
         self._place.follow(replace(self._place.planned, plan=self._binder.plan))
         self.rank_zero.begin_again()
         self._due, self._log, self.generation = [], ReplanLog(self._log.records), 0
-        self._in_force()
 
     def _heard(self) -> list[Decision]:
-        if self._told is None:
+        if not self._is_told:
             return []
-        (size, work, text), self._told = self._told, None
-        channel, wait = self._place.fixed.channel, self._place.fixed.failures.wait
-        wait(work)
+        self._is_told, (said, self.rank_zero.unsaid) = False, (self.rank_zero.unsaid, [])
+        text = packed(said) if said else torch.empty(0, dtype=torch.uint8)
+        size = self._from_rank_zero(torch.tensor([text.numel()]))
         if not int(size):
             return []
-        data = text if text.numel() else torch.empty(int(size), dtype=torch.uint8)
-        work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
+        return unpacked(self._from_rank_zero(text if said else torch.empty(int(size), dtype=torch.uint8)))
+
+    def _from_rank_zero(self, tensor: torch.Tensor) -> torch.Tensor:
+        work = dist.broadcast(tensor, src=0, group=self._fixed.channel.group, async_op=True)
         assert work is not None
-        wait(work)
-        return unpacked(data)
+        self._fixed.failures.wait(work)
+        return tensor
 
     def _schedule(self, part: Part, decision: Decision) -> None:
         """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""
         place, plan = self._place, decision.plan
         layers = place.planned.plan.groups[0].cuts[-1]
-        full = sum(group.samples for group in place.planned.plan.groups)
-        check_plan(plan, layers=layers, ranks=place.fixed.channel.world_size, global_batch=full)
+        full = self._total(place.planned.plan)
+        check_plan(plan, layers=layers, ranks=self._fixed.channel.world_size, global_batch=full)
         now, lag = (part.epoch, part.step), self._binder.lag
         when = changeover(
             now,
             lag=lag,
-            window=self._trainer.accumulate_grad_batches,
+            window=self._fixed.trainer.accumulate_grad_batches,
             drawn_for=self._binder.leaders_drawn_for(now, (part.epoch, part.step + lag + 1)),
             leaders={group.ranks[0] for group in plan.groups},
             moves=decision.kind != "shares",
@@ -314,21 +282,18 @@ class Replans:
         self._due.append((when, decision))
 
     def _change(self, part: Part, decision: Decision, gradients: bool) -> None:
-        place, before = self._place, self._place.planned
-        started_s = time.perf_counter()
-        planned = replace(before, plan=decision.plan)
-        step = compat.batches_of_all_epochs(self._trainer)
+        before, started_s = self._place.planned, time.perf_counter()
+        step = compat.batches_of_all_epochs(self._fixed.trainer)
         note = Replan.of(decision, step)
-        plain = plan_to_plain(decision.plan)
         ticket = {
             "generation": [self.generation, decision.generation],
             "batch": [part.epoch, part.step, step],
             "shares": list(part.shares),
-            "plan": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
-            "optimizer steps": self._trainer.global_step,
+            "plan": hashlib.sha256(repr(decision.plan).encode()).hexdigest(),
+            "optimizer steps": self._fixed.trainer.global_step,
         }
         try:
-            sent_bytes = place.apply(planned, ticket, gradients=gradients)
+            sent_bytes = self._place.apply(replace(before, plan=decision.plan), ticket, gradients=gradients)
         except CancelledError as error:
             self._stay(part, before.plan, error)
             note = replace(note, cancelled=str(error))
@@ -338,12 +303,16 @@ class Replans:
             self.generation = decision.generation
             self._log.in_force()
             self._moved_bytes += sent_bytes
-            self._in_force()
             note = replace(note, bytes=sent_bytes)
         self.paused_s += time.perf_counter() - started_s
-        self._log.records.append(replace(note, pause_s=self.paused_s))
-        if place.fixed.channel.rank == 0:
-            self._events.note("decision", part.epoch, part.step, self._data(note, plain, decision))
+        note = replace(note, pause_s=self.paused_s)
+        self._log.records.append(note)
+        if self._fixed.channel.rank == 0:
+            data = asdict(note)
+            del data["step"], data["realised_gain"]
+            data |= {"predicted_s": decision.predicted_s, "plan": plan_to_plain(decision.plan)}
+            data |= {"cost_gain": dict(decision.cost_gain), "queues": dict(decision.queues)}
+            self._fixed.events.note("decision", part.epoch, part.step, data)
 
     def _stay(self, part: Part, plan: PipelinePlan, error: CancelledError) -> None:
         """Goes on with the plan in force, if what has been read for the other one can be computed under it.
@@ -359,27 +328,10 @@ class Replans:
             ) from error
         self._binder.draw_for(plan, free)
 
-    def _data(self, note: Replan, plan: Mapping[str, Any], decision: Decision) -> dict[str, Any]:
-        names = ("kind", "reason", "generation", "predicted_gain", "bytes", "cancelled")
-        return {
-            **{name: getattr(note, name) for name in names},
-            "predicted_s": decision.predicted_s,
-            "pause_s": self.paused_s,
-            "plan": plan,
-            "cost_gain": dict(decision.cost_gain),
-            "queues": dict(decision.queues),
-        }
-
     def _note_outcome(self, part: Part, found: Mapping[str, Any]) -> None:
-        if found and self._place.fixed.channel.rank == 0:
-            self._events.note("outcome", part.epoch, part.step, found)
+        if found and self._fixed.channel.rank == 0:
+            self._fixed.events.note("outcome", part.epoch, part.step, found)
 
     def metrics(self) -> dict[str, float]:
         """Returns what has become of changes so far, the same on all ranks; nothing without a controller."""
         return {} if self.rank_zero.controller is None else self._log.metrics()
-
-    def close(self) -> None:
-        """Takes in what was still on its way."""
-        if self._told is not None and not self._place.fixed.failures.reported:
-            self._place.fixed.failures.wait(self._told[1])
-        self._told = None

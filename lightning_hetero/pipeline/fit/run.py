@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.run import EngineRun
+from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import model_to_plain
-from lightning_hetero.pipeline.fit.gradients import WholeNorms
+from lightning_hetero.pipeline.fit.gradients import PATIENCE_S, WholeNorms
 from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import RankInPlan
@@ -27,13 +30,14 @@ from lightning_hetero.pipeline.fit.replans import RankZero, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.fit.wires import Fixed
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.store import run_store
-from lightning_hetero.types import PipelinePlan, StepReport
+from lightning_hetero.types import StepReport
 
 
 class PipelineRun(EngineRun[PipelineBinder]):
@@ -63,12 +67,12 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
         self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
+        self._met: tuple[WholeState | None] | None = None  # what the ranks save with that met after an exception
         self._requeue: RequeueTogether | None = None
         self.undo.callback(guard_groups())
         if self.fitting:
             self._requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(self._requeue.close)
-        if self.fitting and self.channel.world_size > 1:
             self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
 
     def _any_told(self, told: bool) -> bool:
@@ -87,7 +91,6 @@ class PipelineRun(EngineRun[PipelineBinder]):
         backbone: Backbone,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        in_force: Callable[[PlanResult], None] = lambda _: None,
         to_device: Callable[[Any], Any],
     ) -> RankInPlan:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
@@ -96,7 +99,6 @@ class PipelineRun(EngineRun[PipelineBinder]):
             planned: the same on all ranks.
             backbone: the layers; the module is whole.
             optimizers: of this fit; unused, if this is none.
-            in_force: told of each plan that comes into force.
             to_device: moves a batch to this rank's device, with all hooks of the user.
         """
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
@@ -117,6 +119,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             trainer=self.trainer,
             backbone=backbone,
             optimizers=optimizers if self.fitting else (),
+            binder=self.binder,
+            events=self.events,
             settings=self.settings,
             channel=self.channel,
             failures=self.failures,
@@ -125,42 +129,18 @@ class PipelineRun(EngineRun[PipelineBinder]):
             watched=controller is not None,
         )
         self.place = place = RankInPlan(fixed, planned)
-        self._hide_example(planned.plan)
         self.undo.enter_context(rank_zero_acts(self.channel.rank))
         norms = WholeNorms(place)
         self.undo.enter_context(compat.norms_by(norms.total, norms.each))
         if self.channel.rank == 0 and self.fitting:
             self.events.note("plan", 0, 0, _plan_data(planned))
 
-        def took_place() -> None:
-            self._hide_example(place.planned.plan)
-            in_force(place.planned)
-
-        rank_zero = RankZero(
-            self.trainer, place, self.events, controller=controller, state=self._decided, whole=whole
-        )
-        replans = Replans(
-            self.trainer,
-            place,
-            self.binder,
-            self.events,
-            rank_zero=rank_zero,
-            records=self.replans,
-            in_force=took_place,
-        )
-        self.batches = TrainBatches(
-            self.trainer, place, self.binder, self.events, replans, self._requeue, backbone.layers
-        )
+        rank_zero = RankZero(place, controller=controller, state=self._decided, whole=whole)
+        replans = Replans(place, rank_zero=rank_zero, records=self.replans)
+        self.batches = TrainBatches(place, replans, self._requeue)
         if self.fitting:
             self.undo.callback(compat.wrap_training(self.trainer, self.batches.outputs, self.batches.epoch_ended))
         return place
-
-    def _hide_example(self, plan: PipelinePlan) -> None:
-        """A forward pass of the whole module, as summaries and graphs make with this, has no layers to run on."""
-        example = getattr(self.module, "example_input_array", None)
-        if example is not None and any(len(group.ranks) > 1 for group in plan.groups):
-            self.module.example_input_array = None
-            self.undo.callback(setattr, self.module, "example_input_array", example)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
@@ -173,6 +153,32 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
         self._decided = state.get("controller") or {}
+
+    def whole(self) -> WholeState | None:
+        """Returns what collects the model; None if ranks are missing after an exception. Collective, if all come.
+
+        After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
+        `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception,
+        before the strategy learns of it. The first one reports it here; the others get an exception by that and come
+        to save, too. What was under way between them stays as it is: they meet in a new process group.
+        """
+        assert self.place is not None
+        if self.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return self.place.held.whole
+        if self._met is None:
+            self._met = (self._meet(self.place),)
+        return self._met[0]
+
+    def _meet(self, place: RankInPlan) -> WholeState | None:
+        self.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
+        here = f"epoch {self.trainer.current_epoch}, {self.trainer.global_step} optimizer steps"
+        notes = self.failures.meet(here, self.channel.world_size, min(PATIENCE_S, self.settings.timeout_s))
+        missing = [rank for rank, note in enumerate(notes) if not note]
+        if missing or len(set(notes)) > 1:
+            why = f"rank(s) {missing} did not come to save" if missing else f"the ranks stand at {notes}"
+            rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
+            return None
+        return WholeState(self.module, place.held.ownership, group=gloo_group(self.settings.timeout))
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
@@ -246,8 +252,6 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Ends the run: the module is whole again on every rank, on the CPU; if it failed, only what needs no peer."""
         try:
             self.undo.close()
-            if self.batches is not None:
-                self.batches.replans.close()
             if self.place is not None:
                 self.place.close()
         finally:

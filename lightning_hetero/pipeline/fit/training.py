@@ -18,19 +18,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.run import EventLog
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
 from lightning_hetero.pipeline.fit.gradients import GradientsAside
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
-from lightning_hetero.pipeline.fit.leader_step import LayersElsewhere, acting_as, leader_runs, within_limits
-from lightning_hetero.pipeline.fit.loaders import PipelineBinder
+from lightning_hetero.pipeline.fit.leader_step import acting_as, same_settings
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.planning import declared_calls
 from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
@@ -44,13 +41,9 @@ class TrainBatches:
     """Runs the training batches of one run on one rank.
 
     Args:
-        trainer: the running trainer.
         place: of this rank in the plan.
-        binder: knows which part of the global batch the loader has handed out.
-        events: of this rank.
         replans: other plans, while the run goes on.
         requeue: what SLURM asks for, in a fit; told to all with each batch.
-        layers: of the backbone.
 
     Attributes:
         gradients: of this rank, between the hooks.
@@ -59,22 +52,11 @@ class TrainBatches:
         in_step: a batch is on its way through the pipelines.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        place: RankInPlan,
-        binder: PipelineBinder,
-        events: EventLog,
-        replans: Replans,
-        requeue: RequeueTogether | None,
-        layers: Sequence[nn.Module],
-    ) -> None:
-        self._trainer, self._module = trainer, trainer.lightning_module
-        self._place, self._binder, self._events, self.replans = place, binder, events, replans
-        self._requeue = requeue
-        self._kept = KeptBySteps(self._module, place.fixed.channel.rank, layers)
-        self._elsewhere: tuple[object, LayersElsewhere] | None = None  # and the plan that it holds for
-        self.gradients = GradientsAside(trainer, place)
+    def __init__(self, place: RankInPlan, replans: Replans, requeue: RequeueTogether | None) -> None:
+        self._place, self._fixed, self.replans, self._requeue = place, place.fixed, replans, requeue
+        self._trainer, self._module, self._binder = self._fixed.trainer, self._fixed.module, self._fixed.binder
+        self._kept = KeptBySteps(self._module, self._fixed.channel.rank, self._fixed.backbone.layers)
+        self.gradients = GradientsAside(place)
         self.part: Part | None = None
         self.sigterm = self.in_step = False
         self._last: tuple[Part, BatchReport] | None = None  # of all ranks' last step
@@ -134,7 +116,7 @@ class TrainBatches:
         self.gradients.begin()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for no other rank.
-        arm = None if accumulates or place.fixed.scenario is not None else place.held.sync.arm
+        arm = None if accumulates or self._fixed.scenario is not None else place.held.sync.arm
         self._kept.watch(self.replans.generation, leads=place.leads)
         outputs: list[Any] = []
         if place.runner is not None and sizes:
@@ -144,7 +126,7 @@ class TrainBatches:
                     MicroBatch(body=self._body(batch, size, args, kwargs), samples=size, weight=weight, number=number)
                     for batch, size, weight, number in zip(batches, sizes, weights, numbers, strict=True)
                 ]
-                with self._layers_elsewhere().unchanged():
+                with same_settings(self._trainer):
                     outputs = place.runner.train(
                         step, micro_batches, scale=self.gradients.scale, before_last_backward=arm
                     )
@@ -166,7 +148,7 @@ class TrainBatches:
         ended_s = time.perf_counter()
         self._exchange_s, self._last = ended_s - sent_s, (part, told)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": ended_s - started_s - busy_s}
-        self._events.note("step", part.epoch, part.step, data)
+        self._fixed.events.note("step", part.epoch, part.step, data)
         self.replans.observe(step, part, told, paused_s, news=news)
         if not outputs:
             return {"loss": loss}
@@ -189,7 +171,7 @@ class TrainBatches:
         place = self._place
         if place.leads or place.group is None or not isinstance(outputs, dict):
             return outputs
-        return MemberOutputs(outputs, rank=place.fixed.channel.rank, leader=place.group.ranks[0])
+        return MemberOutputs(outputs, rank=self._fixed.channel.rank, leader=place.group.ranks[0])
 
     # ---- a leader's micro-batches ------------------------------------------------------------------------------
 
@@ -203,29 +185,23 @@ class TrainBatches:
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            logs, limits = self._place.logs.collecting(samples), within_limits(self._trainer)
-            with acting_as(self._place.group_index or 0), logs, limits, leader_runs("training_step"), self._kept.step():
+            acts, logs = acting_as(self._place.group_index or 0, "training_step"), self._place.logs.collecting(samples)
+            with acts, logs, self._kept.step():
                 output = self._module.training_step(batch, *args, **kwargs)
             return self._kept.returned(output)
 
         return body
 
-    def _layers_elsewhere(self) -> LayersElsewhere:
-        planned = self._place.planned
-        if self._elsewhere is None or self._elsewhere[0] is not planned:
-            self._elsewhere = planned, LayersElsewhere(self._place.fixed.channel.rank, self._place.elsewhere())
-        return self._elsewhere[1]
-
     def _weights(self, batches: Sequence[Any], sizes: Sequence[int], part: Part) -> list[float]:
         """Returns each micro-batch's weight in the gradient; with token weights collective."""
         place, each = self._place, 1.0 / self._trainer.accumulate_grad_batches
-        if place.fixed.settings.shared.loss_reduction == "sum":
-            return [each / place.fixed.channel.world_size] * len(sizes)
-        weigh = place.fixed.settings.shared.weight_in(self._module)
+        if self._fixed.settings.shared.loss_reduction == "sum":
+            return [each / self._fixed.channel.world_size] * len(sizes)
+        weigh = self._fixed.settings.shared.weight_in(self._module)
         if weigh is None:
             return [each * size / sum(part.shares) for size in sizes]
         own = place.logs.read([w if isinstance(w, Tensor) else float(w) for w in map(weigh, batches)])
-        total = place.fixed.channel.sum_async(sum(own))()
+        total = self._fixed.channel.sum_async(sum(own))()
         return [each * weight / total if total > 0 else 0.0 for weight in own] or [0.0] * len(sizes)
 
     # ---- what all ranks tell one another of a batch ------------------------------------------------------------
@@ -233,16 +209,12 @@ class TrainBatches:
     def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> BatchReport:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
-        rank, world = place.fixed.channel.rank, place.fixed.channel.world_size
-        work = (float(samples), busy_s, wait_s, self._exchange_s)
-        if not place.fixed.watched:
-            return BatchReport.of_rank(rank, world, 0, work)
-        links, layer_s = place.measured()
+        rank, links, layer_s = self._fixed.channel.rank, *place.measured()
         return BatchReport.of_rank(
             rank,
-            world,
+            self._fixed.channel.world_size,
             place.planned.plan.groups[0].cuts[-1],
-            work,
+            (float(samples), busy_s, wait_s, self._exchange_s),
             rest_s=rest_s,
             links=links,
             first_layer=0 if place.group is None else place.group.cuts[place.group.ranks.index(rank)],
@@ -258,8 +230,8 @@ class TrainBatches:
             self.replans.paused_s,
             self._trainer.should_stop,
             0 if self._requeue is None else self._requeue.take(),
-            self._place.fixed.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
-            self.replans.news,
+            self._fixed.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
+            bool(self.replans.rank_zero.unsaid),
             self._kept.counts_batches,
         )
         return self._place.logs.send([*map(float, numbers), *told.numbers])
@@ -269,7 +241,7 @@ class TrainBatches:
     ) -> tuple[BatchReport, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
-        channel, number = self._place.fixed.channel, self.replans.generation
+        channel, number = self._fixed.channel, self.replans.generation
         rank, world = channel.rank, channel.world_size
         loss, numbers, paused_s, stops, signal, sigterm, news, holds, *sums = receive()
         self.sigterm = self.sigterm or bool(sigterm)
@@ -284,5 +256,5 @@ class TrainBatches:
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
                 " this is a bug of lightning_hetero"
             )
-        loss = torch.full((), loss, device=self._place.fixed.settings.device, dtype=torch.float32)
+        loss = torch.full((), loss, device=self._fixed.settings.device, dtype=torch.float32)
         return replace(told, numbers=sums), loss, paused_s / world, bool(news)

@@ -1,4 +1,4 @@
-"""What stays as it is while a run lasts, and the ways between its ranks (layer L)."""
+"""What stays as it is while a run lasts, the ways between its ranks, and what is emulated of them (layer L)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_hetero.base.run import gloo_group
+from lightning_hetero.base.run import EventLog, gloo_group
+from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
+from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.decide.links import direct_pairs
+from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
+from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings
+from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
+from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.transport.side_channel import SideChannel
-from lightning_hetero.types import PipelinePlan
+from lightning_hetero.types import Cluster, PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +36,8 @@ class Fixed:
         trainer: the running trainer; its module is whole at first.
         backbone: the module's layers.
         optimizers: over all parameters; none, if nothing is trained.
+        binder: of the train loader.
+        events: of this rank.
         settings: of the run.
         channel: over all ranks.
         failures: of the run.
@@ -41,6 +49,8 @@ class Fixed:
     trainer: Trainer
     backbone: Backbone
     optimizers: Sequence[torch.optim.Optimizer]
+    binder: PipelineBinder
+    events: EventLog
     settings: PipelineSettings
     channel: SideChannel
     failures: FailureBoard
@@ -104,3 +114,50 @@ class Wires:
             if self.gloo is not None:
                 dist.destroy_process_group(self.gloo)
             self.gloo = None  # it ends, with its threads, when nothing holds it
+
+
+class Emulation:
+    """Wraps what a rank computes and sends; leaves alone what is not emulated.
+
+    Args:
+        fixed: of the run.
+
+    Attributes:
+        cluster: whose links count; of the plan in force.
+    """
+
+    cluster: Cluster
+
+    def __init__(self, fixed: Fixed) -> None:
+        self._fixed, self._rank = fixed, fixed.channel.rank
+        self._links = fixed.settings.emulate_links
+
+    def paced(self, busy: BusyTime) -> BusyTime | EmulatedPace:
+        """Returns what takes an emulated device's time."""
+        fixed = self._fixed
+        if fixed.scenario is None:
+            return busy
+        return EmulatedPace(busy, fixed.scenario, self._rank, step_of=fixed.scenario_step)
+
+    def clock(self, peer: int) -> LinkClock | SlowClock:
+        """Returns what times that which comes from a neighbour, global rank."""
+        if not self._links:
+            return LinkClock()
+        return SlowClock(LinkClock(), self.cluster.links[peer][self._rank], self._fixed.failures.check)
+
+    def sums(self, sync: GradientSync) -> Callable[[], None]:
+        """Returns what ends the sums of gradients; over emulated links they take their time, behind the real ones."""
+        if not self._links:
+            return sync.finish
+        return slow(sync.finish, lambda: sums_s(self.cluster, sync.sizes_bytes(), self._rank))
+
+    def moves(self, migration: Migration, cluster: Cluster) -> Callable[[object], None]:
+        """Returns what sends layers, see `Migration.stage`; over a cluster's emulated links they take their time."""
+        if not self._links:
+            return migration.stage
+        return slow(migration.stage, lambda: parcels_s(cluster, migration.sent_bytes), within=True)
+
+    def stretch(self, step: int) -> float:
+        """Returns how many times slower than in reality this rank is in a step."""
+        fixed = self._fixed
+        return 1.0 if fixed.scenario is None else fixed.scenario.stretch(self._rank, fixed.scenario_step(step))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, NamedTuple
 
+from lightning_hetero.record.run import RecordedRun, named
 from lightning_hetero.report.page import engine_views, views
 from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, variables
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import RecordedRun, named
 from lightning_hetero.report.verdict import STRATEGIES, verdict_of
 
 _STYLE = f"""

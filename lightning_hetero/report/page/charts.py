@@ -198,12 +198,12 @@ class Cell:
     tip: str
 
 
-def ratio_cell(ratio: float, name: str, text: str = "") -> Cell | None:
+def ratio_cell(ratio: float, tip: str, text: str = "") -> Cell | None:
     """Returns a cell that is pale at 1 and full from 1.5 on, or cool below 1; None: not known."""
     if math.isnan(ratio):
         return None
     kind, strength = "hot" if ratio >= 1.0 else "cool", min(1.0, 2.0 * abs(ratio - 1.0))
-    return Cell(text=text or f"{ratio:.2f}", kind=kind, strength=strength, tip=f"{name}: {ratio:.2f}")
+    return Cell(text=text or f"{ratio:.2f}", kind=kind, strength=strength, tip=tip)
 
 
 def heat_map(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from lightning_hetero.record.run import RecordedRun, named
 from lightning_hetero.report.page.charts import (
     Bar,
     Line,
@@ -21,7 +23,6 @@ from lightning_hetero.report.page.charts import (
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.views import Drawn, table
 from lightning_hetero.report.pipelines import PipelineFacts, bubble
-from lightning_hetero.report.run import RecordedRun, named
 from lightning_hetero.report.spent import Waiting
 from lightning_hetero.report.verdict import milliseconds, percent
 
@@ -39,17 +40,15 @@ def pipeline(facts: RunFacts) -> Drawn:
     body = "".join(_schedule(found, number) for number in range(min(len(groups), _MOST_GROUPS)))
     if len(groups) > _MOST_GROUPS:
         body += f"<p>The first {_MOST_GROUPS} of {len(groups)} groups.</p>"
-    wide = max(map(len, found.stages))
     known = [(s.ratio, i, s) for i, group in enumerate(found.stages) for s in group if not math.isnan(s.ratio)]
     answer = f"A batch took {milliseconds(found.measured_s)}"
     if found.plan.total_s > 0:
         answer += f", planned were {milliseconds(found.plan.total_s)}"
     if known:
-        columns = [f"stage {i}" for i in range(wide)]
         body += "<p>Own work over what was planned for it; full colour from 1.5 on:</p>" + heat_map(
             [f"group {i}" for i in range(len(groups))],
-            columns,
-            [[ratio_cell(s.ratio, f"rank {s.rank}") for s in group] for group in found.stages],
+            [f"stage {i}" for i in range(max(map(len, found.stages)))],
+            [[ratio_cell(s.ratio, f"rank {s.rank}: {s.ratio:.2f}") for s in group] for group in found.stages],
             label="stages beside their plan",
         )
         ratio, at, stage = max(known, key=lambda one: one[0])
@@ -59,12 +58,10 @@ def pipeline(facts: RunFacts) -> Drawn:
         else:
             answer += f". All stages take about as planned beside one another ({low:.2f} to {ratio:.2f} times)"
     rows = [
-        [
-            str(i), str(stage.rank), f"{stage.layers[0]} to {stage.layers[1]}", milliseconds(stage.planned_s),
-            milliseconds(stage.measured_s), percent(stage.idle),
-        ]
+        [f"{i}", f"{s.rank}", f"{s.layers[0]} to {s.layers[1]}", *map(milliseconds, (s.planned_s, s.measured_s)),
+         percent(s.idle)]
         for i, group in enumerate(found.stages)
-        for stage in group
+        for s in group
     ]  # fmt: skip
     body += table(["group", "rank", "layers", "planned", "own work", "not working"], rows)
     working = {rank for group in groups for rank in group.ranks}
@@ -126,33 +123,24 @@ def staleness(facts: RunFacts) -> Drawn:
         for reason, number in named(counts.get(name)).items()
     ]
     body += table(["samples", "reason", "number"], rows) if rows else ""
+    queued = [float(one.get("queue") or 0) for _, one in run.counts]
     body += "<p>Messages waiting when the server looked:</p>" + lines(
-        [
-            Line(
-                name="messages",
-                kind="r0",
-                x=[float(at) for at, _ in run.counts],
-                y=[float(one.get("queue") or 0) for _, one in run.counts],
-                dots=True,
-            )
-        ],
+        [Line(name="messages", kind="r0", x=[float(at) for at, _ in run.counts], y=queued, dots=True)],
         label="messages waiting when the server looked",
         x_name="step",
         y_name="messages waiting",
     )
-    apply_s = float(counts.get("apply_s") or 0.0) / max(1.0, float(counts.get("updates") or 0.0))
+    apply_s, longest_s = float(counts.get("apply_s") or 0.0), float(counts.get("longest_apply_s") or 0.0)
+    mean_s = apply_s / max(1.0, float(counts.get("updates") or 0.0))
+    wasted, given_again = (math.fsum(map(float, named(counts.get(n)).values())) for n in ("discarded", "reissued"))
     answer = (
         f"{percent(1.0 - ages.get(0, 0.0) / total)} of the samples were stale, by at most {max(ages)} versions"
         + (f" of {bound} allowed" if bound is not None else "; this policy sets no bound")
-        + f". {_total(counts, 'discarded'):g} samples were wasted, {_total(counts, 'reissued'):g} given to another"
-        f" rank. At most {counts.get('longest_queue', 0)} messages waited for the server; an update took"
-        f" {milliseconds(apply_s)} in the mean and {milliseconds(float(counts.get('longest_apply_s') or 0.0))} at most."
+        + f". {wasted:g} samples were wasted, {given_again:g} given to another rank. At most"
+        f" {counts.get('longest_queue', 0)} messages waited for the server; an update took"
+        f" {milliseconds(mean_s)} in the mean and {milliseconds(longest_s)} at most."
     )
     return answer, body
-
-
-def _total(counts: Mapping[str, Any], name: str) -> float:
-    return math.fsum(float(number) for number in named(counts.get(name)).values())
 
 
 def budget(facts: RunFacts) -> Drawn:
@@ -187,20 +175,18 @@ def budget(facts: RunFacts) -> Drawn:
 def compare(facts: RunFacts) -> Drawn:
     """Run A against run B."""
     assert facts.other is not None
-    figures = compared(facts)
     rows: list[list[str]] = []
     answer, body = "Their steps cannot be compared: own work was not measured in both.", ""
-    for name, a, b, less_is_better in figures:
+    for name, a, b, less_is_better in compared(facts):
         change = b / a - 1.0 if a else math.nan
-        known = not (math.isnan(change) or math.isinf(change))
-        better = ""
-        if known and less_is_better is not None and abs(change) >= 0.005:
-            better = "better" if (change < 0) == less_is_better else "worse"
-        told = f"{'+' if change > 0 else '-'}{percent(abs(change))}" if known else "-"
-        rows.append([name, _number(a), _number(b), told, better])
-        if name.startswith("time per") and known:
-            more = "less" if change < 0 else "more"
-            answer = f"B takes {percent(abs(change))} {more} time per sample than A in its steps."
+        told = better = ""
+        if math.isfinite(change):
+            told = f"{'+' if change > 0 else '-'}{percent(abs(change))}"
+            if less_is_better is not None and abs(change) >= 0.005:
+                better = "better" if (change < 0) == less_is_better else "worse"
+        rows.append([name, _number(a), _number(b), told or "-", better])
+        if told and not body:
+            answer = f"B takes {percent(abs(change))} {'less' if change < 0 else 'more'} time per sample than A."
             drawn = [Bar(name=run, parts=[(kind, s)], text=f"{s:.3g} s") for run, kind, s in
                      (("A", "r0", a), ("B", "r1", b))]  # fmt: skip
             body = bars(drawn, label="time per 1,000 samples")
@@ -211,36 +197,34 @@ def compare(facts: RunFacts) -> Drawn:
 def per_sample_s(run: RecordedRun) -> float:
     """Returns what a sample took in training, validation and what is between epochs left out [s]; NaN where own work
     was not measured."""
-    samples, taken = math.fsum(step.samples for step in run.steps), run.taken_s()
-    return math.fsum(taken) / len(taken) / (samples / len(run.steps)) if samples else math.nan
+    samples = math.fsum(step.samples for step in run.steps)
+    return fmean(run.taken_s()) * len(run.steps) / samples if samples else math.nan
+
+
+def _waiting(figure: Callable[[Waiting], float]) -> Callable[[RunFacts], float]:
+    return lambda one: figure(one.waiting) if one.run.steps else math.nan
+
+
+_FIGURES: tuple[tuple[str, Callable[[RunFacts], float], bool | None], ...] = (
+    ("time per 1,000 samples, within epochs [s]", lambda one: 1e3 * per_sample_s(one.run), True),
+    ("waiting [%]", _waiting(lambda waiting: 100 * waiting.waited), True),
+    ("exchange of gradients [%]", _waiting(lambda waiting: 100 * waiting.exchange), True),
+    ("device-seconds in steps", _waiting(lambda waiting: waiting.total.total_s), None),
+    ("fit, start-up left out [s]", lambda one: _value(one.results[0], "fit_s"), True),
+    ("samples per second of the fit", lambda one: _value(one.results[0], "samples_per_s"), False),
+)
 
 
 def compared(facts: RunFacts) -> list[tuple[str, float, float, bool | None]]:
     """Returns the figures that both runs, or one of them, have: name, the runs' values, whether less is better."""
     assert facts.other is not None
-    both = [facts, RunFacts(facts.other, None, (facts.results[1], facts.results[0]))]
-    found: list[tuple[str, float, float, bool | None]] = []
-
-    def add(name: str, of: Callable[[RunFacts], float], less_is_better: bool | None) -> None:
-        a, b = map(of, both)
-        if not (math.isnan(a) and math.isnan(b)):
-            found.append((name, a, b, less_is_better))
-
-    def add_waiting(name: str, of: Callable[[Waiting], float], less_is_better: bool | None) -> None:
-        add(name, lambda one: of(one.waiting) if one.run.steps else math.nan, less_is_better)
-
-    add("time per 1,000 samples, within epochs [s]", lambda one: 1e3 * per_sample_s(one.run), True)
-    add_waiting("waiting [%]", lambda waiting: 100 * waiting.waited, True)
-    add_waiting("exchange of gradients [%]", lambda waiting: 100 * waiting.exchange, True)
-    add_waiting("device-seconds in steps", lambda waiting: waiting.total.total_s, None)
-    add("fit, start-up left out [s]", lambda one: _value(one.results[0], "fit_s"), True)
-    add("samples per second of the fit", lambda one: _value(one.results[0], "samples_per_s"), False)
-    metrics = [named(one.results[0].get("metric")) for one in both]
-    names = {str(metric.get("name")) for metric in metrics if metric}
+    other = RunFacts(facts.other, None, (facts.results[1], facts.results[0]))
+    found = [(name, figure(facts), figure(other), less) for name, figure, less in _FIGURES]
+    a, b = (named(result.get("metric")) for result in facts.results)
+    names = {str(metric["name"]) for metric in (a, b) if metric.get("name")}
     if len(names) == 1:
-        less = metrics[0].get("mode", metrics[1].get("mode")) == "min"
-        add(names.pop(), lambda one: _value(named(one.results[0].get("metric")), "value"), less)
-    return found
+        found.append((names.pop(), _value(a, "value"), _value(b, "value"), a.get("mode", b.get("mode")) == "min"))
+    return [one for one in found if not (math.isnan(one[1]) and math.isnan(one[2]))]
 
 
 def _value(values: Mapping[str, Any], name: str) -> float:

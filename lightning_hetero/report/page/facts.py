@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
-from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.report.scores import Scores, scores_of
 from lightning_hetero.report.spent import StepStages, Waiting, outliers_of, step_stages_of, waiting_of
 from lightning_hetero.report.what_if import Alternatives, alternatives_of

@@ -7,10 +7,12 @@ why there is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from statistics import fmean
 from typing import TypeAlias
 
+from lightning_hetero.record.run import RecordedRun, RunChange, RunStep
 from lightning_hetero.report.page.charts import (
     Bar,
     Cell,
@@ -25,11 +27,10 @@ from lightning_hetero.report.page.charts import (
     time_lines,
 )
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import RecordedRun, RunChange, RunStep
-from lightning_hetero.report.spent import least_wait_s, spent_in
+from lightning_hetero.report.spent import StepStage, StepStages, of_known, spent_in
 from lightning_hetero.report.verdict import (
-    STRATEGIES,
     begun,
+    gain_text,
     milliseconds,
     percent,
     ranks_text,
@@ -45,32 +46,13 @@ _STEPS = 6  # of the time lines
 _MOST_CHANGES = 14  # of the table
 _SPENT = [("work", "own work"), ("exchange", "exchange of gradients"), ("idle", "waiting")]
 
-_WHAT = {
-    "work": "forward and backward",
-    "exchange": "what the rank that comes last sees of it",
-    "waiting": "for other ranks",
-    "between": "all else: loading, the optimizer's step, callbacks, logging",
+_HOLDS = {
+    "work": "forward and backward; under an engine that times it loading, too, and the optimizer's step",
+    "exchange": "the least that a rank sees of it",
+    "waiting": "what is beyond that",
+    "between": "all else, e.g. callbacks and logging",
 }
-_WHAT_OF = {
-    "balanced": {
-        "work": "loading, forward, backward, the optimizer's step",
-        "between": "all else, e.g. callbacks and logging",
-    },
-    "stale": {
-        "work": "loading, forward, backward",
-        "exchange": "the least that a rank sees of it",
-        "waiting": "for the server or an assignment, beyond that",
-        "between": "all else, e.g. callbacks and logging",
-    },
-    "federated": {
-        "work": "loading, forward, backward, the optimizer's step",
-        "exchange": "the least that a rank sees of a meeting",
-        "waiting": "for other ranks at a meeting",
-        "between": "all else, e.g. the average, callbacks and logging",
-    },
-    "pipeline": {"work": "forward and backward of its layers", "waiting": "for other stages and groups"},
-}
-"""What engines count otherwise than stock DDP does under `StragglerMonitor`."""
+"""What the stages of a step are."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -90,15 +72,13 @@ def timeline(facts: RunFacts) -> Drawn:
         return "No step was made by all ranks together.", ""
     first = min(int(0.75 * len(steps)), max(0, len(steps) - _STEPS))
     chosen = steps[first : first + _STEPS]
-    begin_s = min(t.end_s - t.wait_s - t.compute_s for t in chosen[0].turns.values())
-    least_s = least_wait_s(run)
+    begin_s = min(turn.begin_s for turn in chosen[0].turns.values())
     actual: dict[int, list[Span]] = {rank: [] for rank in facts.ranks}
     ideal, now_s = list[Span](), 0.0
-    for step in chosen:
-        spent = spent_in(run, step, least_s)
+    for step, spent in zip(chosen, spent_in(run, chosen), strict=True):
         for rank in facts.ranks:
             turn, own = step.turns[rank], spent[rank]
-            at_s = turn.end_s - turn.wait_s - turn.compute_s - begin_s
+            at_s = turn.begin_s - begin_s
             tip = f"step {step.index}, rank {rank}: {turn.samples:g} samples, {milliseconds(own.compute_s)} of work"
             for kind, seconds in (("work", own.compute_s), ("idle", own.idle_s), ("exchange", own.exchange_s)):
                 actual[rank].append(Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))
@@ -165,47 +145,38 @@ def stages(facts: RunFacts) -> Drawn:
     """Ranks and stages of a step: rows and columns."""
     run, times = facts.run, facts.times
     assert times is not None
-    names, step_s = stage_names(run), times.step_s
-    columns = [names[stage.kind] for stage in times.stages]
-    rows: list[list[Cell | None]] = []
-    for rank in facts.ranks:
-        row: list[Cell | None] = []
-        for stage in times.stages:
-            seconds, ratio = stage.seconds[rank], stage.ratios[rank]
-            tip, text = f"rank {rank}, {names[stage.kind]}: {milliseconds(seconds)}", _short_ms(seconds)
-            if math.isnan(seconds):
-                row.append(None)
-            elif stage.kind == "waiting":  # by its part of a step: the rank that waits is not the slow one
-                part = min(1.0, seconds / step_s) if step_s > 0.0 else 0.0
-                row.append(Cell(text=text, kind="idle", strength=part, tip=f"{tip}, {percent(part)} of a step"))
-            else:
-                cell = ratio_cell(ratio, "", text)
-                beside = "" if math.isnan(ratio) or math.isinf(ratio) else f", {ratio:.2f} times the median"
-                tip += beside + (" of what was planned" if stage.expected and beside else "")
-                kind, strength = ("hot", 0.0) if cell is None else (cell.kind, cell.strength)
-                row.append(Cell(text=text, kind=kind, strength=strength, tip=tip))
-        rows.append(row)
-    parts = [(percent(times.part(stage)), times.part(stage)) for stage in times.stages]
-    rows.append([None if math.isnan(p) else Cell(text=told, kind="idle", strength=0.0, tip=told) for told, p in parts])
+    names = stage_names(run)
+    parts = [times.part(stage) for stage in times.stages]
+    last = [None if math.isnan(p) else Cell(text=percent(p), kind="idle", strength=0.0, tip=percent(p)) for p in parts]
     answer = stage_answer(times, names)
     drawing = heat_map(
         [*(f"rank {rank}" for rank in facts.ranks), "part"],
-        columns,
-        rows,
+        [names[stage.kind] for stage in times.stages],
+        [*([_stage_cell(times, stage, rank, names) for stage in times.stages] for rank in facts.ranks), last],
         label=f"time of each rank by stage of a step, in milliseconds. {answer}",
     )
-    what = {**_WHAT, **_WHAT_OF.get(run.engine, {})}
     beside = "planned, beside the others" if run.staged else "the ranks' median"
     body = legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
-    body += "<p>" + "; ".join(f"<b>{names[s.kind]}</b>: {what[s.kind]}" for s in times.stages) + ".</p>"
-    steps = f"mean over {times.steps} steps" if times.steps > 1 else "of one step"
-    if any(stage.kind == "between" for stage in times.stages):
-        steps += "; between steps the median"
+    body += "<p>" + "; ".join(f"<b>{names[s.kind]}</b>: {_HOLDS[s.kind]}" for s in times.stages) + ".</p>"
     body += (
-        f"<p>ms per step, {steps}. Full colour from 1.5 times the"
+        f"<p>ms per step, mean over {times.steps} steps; between steps the median. Full colour from 1.5 times the"
         " median on. The last row is each stage's part of a step.</p>"
     )
     return answer + facts.shown, body
+
+
+def _stage_cell(times: StepStages, stage: StepStage, rank: int, names: Mapping[str, str]) -> Cell | None:
+    seconds, ratio = stage.seconds[rank], stage.ratios[rank]
+    if math.isnan(seconds):
+        return None
+    tip, text = f"rank {rank}, {names[stage.kind]}: {milliseconds(seconds)}", _short_ms(seconds)
+    if stage.kind == "waiting":  # by its part of a step: the rank that waits is not the slow one
+        part = min(1.0, seconds / times.step_s) if times.step_s > 0.0 else 0.0
+        return Cell(text=text, kind="idle", strength=part, tip=f"{tip}, {percent(part)} of a step")
+    if not math.isfinite(ratio):
+        return Cell(text=text, kind="hot", strength=0.0 if math.isnan(ratio) else 1.0, tip=tip)
+    tip += f", {ratio:.2f} times the median" + (" of what was planned" if stage.expected else "")
+    return ratio_cell(ratio, tip, text)
 
 
 def _short_ms(seconds: float) -> str:
@@ -223,14 +194,13 @@ def scores(facts: RunFacts) -> Drawn:
     if found is None:
         return "Stages differ in what an item costs them: see the pipeline's stages.", ""
     ranks, columns = facts.ranks, [str(first) for first in found.first]
-    cells = [
-        [ratio_cell(v, f"rank {rank}, {column}") for v, column in zip(found.others[rank], columns, strict=True)]
-        for rank in ranks
-    ]
     drawing = heat_map(
         [f"rank {rank}" for rank in ranks],
         columns,
-        cells,
+        [
+            [ratio_cell(v, f"rank {rank}, {at}: {v:.2f}") for at, v in zip(columns, found.others[rank], strict=True)]
+            for rank in ranks
+        ],
         label="seconds per item of each rank over time, beside the ranks' median",
         x_name="step",
     )
@@ -241,21 +211,13 @@ def scores(facts: RunFacts) -> Drawn:
     ]
     if found.slow_windows:
         words.append(f"all ranks are slow in {len(found.slow_windows)} of {len(found.first)} stretches")
-    named = {one.rank: one for one in found.named}
-    rows = [
-        [str(rank), f"{found.typical[rank]:.2f}", f"{_most(found.itself[rank]):.2f}",
-         f"epoch {named[rank].epoch}, step {named[rank].step}: {named[rank].slowdown:.2f} times"
-         if rank in named else ""]
-        for rank in ranks
-    ]  # fmt: skip
+    named = {one.rank: f"epoch {one.epoch}, step {one.step}: {one.slowdown:.2f} times" for one in found.named}
+    worst = [of_known(max, own) for own in found.itself]
+    rows = [[str(r), f"{found.typical[r]:.2f}", f"{worst[r]:.2f}", named.get(r, "")] for r in ranks]
     body = "<p>Seconds per item of work over the ranks' median; full colour from 1.5 on.</p>" + drawing
     body += table(["rank", "beside the others (median)", "beside itself (worst)", "found slow by the monitor"], rows)
     answer = ". ".join(map(begun, words)) or "Neither: all ranks take about as long per item of work, all along"
     return f"{answer}.{facts.shown}", body
-
-
-def _most(values: Sequence[float]) -> float:
-    return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 def what_if(facts: RunFacts) -> Drawn:
@@ -265,14 +227,13 @@ def what_if(facts: RunFacts) -> Drawn:
         pipeline = "layers were not measured, so there is no model of the plan to ask"
         few = "too few full global batches were recorded"
         return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", ""
-    named = [(_short(name), s) for name, s in what.engines.items() if not name == what.engine == "pipeline"]
-    rows = [Bar(name="as it was", parts=[("idle", what.measured_s)], text=milliseconds(what.measured_s))]
-    rows += [Bar(name=n, parts=[("work", s)], text=milliseconds(s)) for n, s in named if not math.isnan(s)]
-    body = f"<p>A global batch of {what.samples} samples:</p>" + bars(rows, label="time of a batch by engine")
-    best, best_s = what.best
-    answer = f"No engine takes 2 % less than {STRATEGIES.get(what.engine, what.engine)}."
-    if best != what.engine:
-        answer = f"{STRATEGIES[best]}: about {milliseconds(best_s)} instead of {milliseconds(what.measured_s)}."
+    known = {n: s for n, s in what.engines.items() if not (math.isnan(s) or n == what.engine == "pipeline")}
+    rows = [("as it was", "idle", what.measured_s), *((_short(name), "work", s) for name, s in known.items())]
+    body = f"<p>A global batch of {what.samples} samples:</p>" + bars(
+        [Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
+        label="time of a batch by engine",
+    )
+    answer = gain_text(what)
     if what.mended and what.few_s > 0:
         gains = {rank: max(0.0, 1.0 - step_s / what.few_s) for rank, step_s in what.mended.items()}
         top = max(gains, key=lambda rank: gains[rank])
@@ -338,19 +299,18 @@ def shares(facts: RunFacts) -> Drawn:
         marks=[(float(change.step), f"step {change.step}: {change.reason}") for change in changes[-60:]],
     )
     held = [change for change in changes if not change.cancelled]
-    known = [c for c in held if not math.isnan(c.realised_gain) and not math.isnan(c.predicted_gain)]
+    gains = [(c.realised_gain, c.predicted_gain) for c in held if not math.isnan(c.realised_gain - c.predicted_gain)]
     answer = f"{len(held)} changes came into force"
-    if not changes:
-        by_asking = "No change was decided: samples per rank follow from who asks for work"
-        answer = "Samples per rank differ between batches, but no decision was recorded"
-        answer = by_asking if run.engine == "stale" else answer
-    if known:
-        promised = math.fsum(c.predicted_gain for c in known) / len(known)
-        given = math.fsum(c.realised_gain for c in known) / len(known)
+    if gains:
+        given, promised = map(fmean, zip(*gains, strict=True))
         answer += (
-            f"; of the {len(known)} that were measured the mean gain was {percent(given)} of a batch,"
+            f"; of the {len(gains)} that were measured the mean gain was {percent(given)} of a batch,"
             f" and {percent(promised)} was promised"
         )
+    elif not changes and run.engine == "stale":
+        answer = "No change was decided: samples per rank follow from who asks for work"
+    elif not changes:
+        answer = "Samples per rank differ between batches, but no decision was recorded"
     if not run.staged:
         answer += f". The last full batch was shared {'/'.join(map(str, samples[-1][:16]))}"
     if changes:

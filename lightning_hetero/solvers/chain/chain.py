@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -29,40 +29,19 @@ class DeviceChain:
     Attributes:
         layers: the backbone for the size of micro-batch at hand.
         devices: [S] by position; the first is the leader.
-        links: [S - 1] from position i to i + 1: activations.
-        back: [S - 1] from position i + 1 to i: gradients.
-        loop: from the last position to the leader: the backbone's output. Not used with a single stage.
-        loop_back: from the leader to the last position: its gradient. Not used with a single stage.
+        links: [S] from position i to i + 1: activations. The last one, from the last position to the leader (*the
+            loop*): the backbone's output. Not used with a single stage.
+        back: [S] the other way around: gradients.
         micro_batches: of one step.
-        overlap: transfers overlap compute; False: a device is busy while its links are.
         depth: how many micro-batches are kept in flight; ``low_memory`` holds fewer where links are slow.
-
-    Raises:
-        ValueError: no device, wrong numbers of links, ``micro_batches`` < 1, or an unknown ``depth``.
     """
 
     layers: Layers
     devices: Sequence[Device]
     links: Sequence[Link]
     back: Sequence[Link]
-    loop: Link = field(default_factory=Link)
-    loop_back: Link = field(default_factory=Link)
     micro_batches: int = 1
-    overlap: bool = True
     depth: DepthRule = "per_link"
-
-    def __post_init__(self) -> None:
-        n = len(self.devices)
-        if n < 1:
-            raise ValueError("DeviceChain.devices is empty: a pipeline needs at least one device")
-        for name in ("links", "back"):
-            if len(getattr(self, name)) != n - 1:
-                found = len(getattr(self, name))
-                raise ValueError(f"DeviceChain.{name} has {found} entries; {n} devices need {n - 1}")
-        if type(self.micro_batches) is not int or self.micro_batches < 1:
-            raise ValueError(f"DeviceChain.micro_batches={self.micro_batches!r} must be a whole number >= 1")
-        if self.depth not in ("per_link", "low_memory"):
-            raise ValueError(f"DeviceChain.depth={self.depth!r} must be 'per_link' or 'low_memory'")
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -85,8 +64,7 @@ class DeviceChain:
     @cached_property
     def wires(self) -> Floats:
         """[4, S] latency and bandwidth forwards, latency and bandwidth backwards; of the loop in the last column."""
-        ahead = [*self.links, self.loop if len(self) > 1 else Link()]
-        back = [*self.back, self.loop_back if len(self) > 1 else Link()]
+        ahead, back = (self.links, self.back) if len(self) > 1 else ([Link()], [Link()])
         rows = [[link.latency_s for link in ahead], [link.bandwidth_bytes_per_s for link in ahead]]
         rows += [[link.latency_s for link in back], [link.bandwidth_bytes_per_s for link in back]]
         return np.array(rows, dtype=np.float64)
@@ -127,7 +105,6 @@ def chain_of(
     *,
     micro_samples: int = 1,
     micro_batches: int = 1,
-    overlap: bool = True,
     depth: DepthRule = "per_link",
 ) -> DeviceChain:
     """Returns the pipeline of ``ranks`` in this order.
@@ -137,23 +114,19 @@ def chain_of(
         cluster: where devices and links are taken from.
         ranks: of the cluster, in the order of stages; the first is the leader.
         micro_samples: samples of a micro-batch; not used where ``model`` is `Layers`.
-        micro_batches, overlap, depth: as in `DeviceChain`.
+        micro_batches, depth: as in `DeviceChain`.
 
     Raises:
-        ValueError: no rank, a rank twice or not in the cluster, or as in `DeviceChain`.
+        ValueError: no rank, or a rank twice or not in the cluster.
     """
     check_ranks(ranks, cluster)
-    links, first, last = cluster.links, ranks[0], ranks[-1]
-    pairs = list(itertools.pairwise(ranks))
+    pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     return DeviceChain(
         layers=model if isinstance(model, Layers) else layers_of(model, micro_samples),
         devices=[cluster.devices[r] for r in ranks],
-        links=[links[a][b] for a, b in pairs],
-        back=[links[b][a] for a, b in pairs],
-        loop=links[last][first],
-        loop_back=links[first][last],
+        links=[cluster.links[a][b] for a, b in pairs],
+        back=[cluster.links[b][a] for a, b in pairs],
         micro_batches=micro_batches,
-        overlap=overlap,
         depth=depth,
     )
 

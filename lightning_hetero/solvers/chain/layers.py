@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,9 +31,6 @@ class Layers:
         leader_state_bytes: what the leader holds besides layers.
         leader_activation_bytes: what it keeps besides layers per micro-batch in flight.
         names: [L] for messages; empty: none.
-
-    Raises:
-        ValueError: no layer, wrong lengths, or a number that is negative or not finite.
     """
 
     work_s: Sequence[float]
@@ -46,31 +42,6 @@ class Layers:
     leader_state_bytes: float = 0.0
     leader_activation_bytes: float = 0.0
     names: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        n = len(self.work_s)
-        if n < 1:
-            raise ValueError("Layers.work_s is empty: a pipeline needs at least one layer")
-        for name, need, optional in (
-            ("work_s", n, False),
-            ("cut_bytes", n + 1, False),
-            ("state_bytes", n, True),
-            ("activation_bytes", n, True),
-        ):
-            values = getattr(self, name)
-            if len(values) != need and not (optional and len(values) == 0):
-                raise ValueError(f"Layers.{name} has {len(values)} entries; {n} layers need {need}")
-            array = np.asarray(values, dtype=np.float64)
-            bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0.0)))
-            if bad.size:
-                i = int(bad[0])
-                raise ValueError(f"Layers.{name}[{i}]={values[i]!r} must be a finite number >= 0")
-        for name in ("before_s", "head_s", "leader_state_bytes", "leader_activation_bytes"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"Layers.{name}={value!r} must be a finite number >= 0")
-        if len(self.names) not in (0, n):
-            raise ValueError(f"Layers.names has {len(self.names)} entries; {n} layers need {n}, or none")
 
     def __len__(self) -> int:
         return len(self.work_s)
@@ -124,12 +95,7 @@ def layers_of(model: ModelCost, samples: int) -> Layers:
     """Returns the backbone's costs for micro-batches of ``samples`` samples.
 
     The head keeps no activations in flight: its backward follows its forward, so one micro-batch counts as state.
-
-    Raises:
-        ValueError: ``samples`` < 1.
     """
-    if type(samples) is not int or samples < 1:
-        raise ValueError(f"samples={samples!r} of a micro-batch must be a whole number >= 1")
     outputs = [cost.output_bytes for cost in (model.before, *model.layers)]
     head_bytes = model.head.state_bytes + samples * model.head.activation_bytes
     return Layers(
@@ -145,5 +111,12 @@ def layers_of(model: ModelCost, samples: int) -> Layers:
     )
 
 
+def fixed_and_per_sample(cost: LayerCost) -> tuple[float, float]:
+    """Returns the fixed time and the time per sample, forward and backward [s]."""
+    forward, backward = cost.forward, cost.backward
+    return forward.fixed_s + backward.fixed_s, forward.per_sample_s + backward.per_sample_s
+
+
 def _both_s(cost: LayerCost, samples: int) -> float:
-    return cost.forward.seconds(samples) + cost.backward.seconds(samples)
+    fixed_s, per_sample_s = fixed_and_per_sample(cost)
+    return fixed_s + per_sample_s * samples

@@ -6,19 +6,17 @@ the gradients return the same way:
 
     stage    (sum of its layers) / speed;  the leader's device also runs the code before the backbone, and the head
     link     latency + bytes at the cut / bandwidth, each direction on its own; the *loop* is the last -> leader link
-    bottleneck = the longest of all stages and all directions of links          (transfers overlap compute)
+    bottleneck = the longest of all stages and all directions of links
     fill       = all stages + both directions of all links                      (one micro-batch on its own)
     total      = fill + (micro_batches - 1) * period,   period >= bottleneck
 
 Between two devices the loop has no wire of its own: each direction of the link carries the loop's messages as well.
-Without overlap a device also is busy for both directions of both its links, which then count in its stage.
 
 **In flight.** To sustain a period P, stage i must hold ``depth_i`` micro-batches between forward and backward. Links
 and the head count as stages in flight of their own (textbook 1F1B forgets them), with t_i the link's round trip:
 
     per_link    L_i = L_(i+1) + 1 + ceil(t_i / P),              L_S = 1 for the head, t_(S-1) of the loop
     low_memory  min(L_i, C_i), C_i = max(ceil(R_i / P) + 1, C_(i+1) + 1), C_S = 1, R_i from stage i to the end and back
-    no overlap  S + 1 - i
 
 at most ``micro_batches``, and 1 where there is a single stage. Memory of a stage = its state + depth * (its activations
 and its input); the input of the first stage is an output of the code before the backbone, which keeps it.
@@ -32,7 +30,7 @@ because depths only fall as P grows, and equal to the bottleneck unless memory i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +43,7 @@ from lightning_hetero.types import Status
 # A round trip of exactly k periods takes k, and bytes that fill a device exactly fit, whatever the last bits say.
 _PERIOD_SNAP = 1.0 - 1e-9
 ROOM_SNAP = 1.0 - 1e-12
+_AT_ONCE, _NARROWED = 48, 8  # periods that are tried at once, and how often: to 1e-13 of the fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +99,11 @@ def times(chain: DeviceChain, cuts: Ints) -> Times:
     stages: Floats = (work[:, 1:] - work[:, :-1]) / chain.speeds
     ahead, back = chain.crossing_s(slice(None), layers.cut_sizes[cuts[:, 1:]])
     trips = ahead + back
-    busy: Floats = np.array(stages)
-    busy[:, 0] += before_s + head_s
-    if chain.overlap:
-        ahead[:, 0] += chain.beside_s[0]
-        back[:, 0] += chain.beside_s[1]
-        busy = np.maximum(busy, np.maximum(ahead, back))
-    else:
-        busy = busy + trips + np.roll(trips, 1, axis=1)
+    ahead[:, 0] += chain.beside_s[0]
+    back[:, 0] += chain.beside_s[1]
+    busy: Floats = np.maximum(ahead, back)
+    busy[:, 0] = np.maximum(busy[:, 0], stages[:, 0] + (before_s + head_s))
+    busy[:, 1:] = np.maximum(busy[:, 1:], stages[:, 1:])
     stages[:, 0] += before_s
     rests = np.cumsum((stages + trips)[:, ::-1], axis=1)[:, ::-1] + head_s
     return Times(np.max(busy, axis=1), rests[:, 0], trips, rests)
@@ -118,8 +114,6 @@ def depths(chain: DeviceChain, split: Times, period_s: Floats) -> Ints:
     s, most = len(chain), chain.micro_batches
     if s == 1:
         return np.ones((len(period_s), 1), dtype=np.int64)
-    if not chain.overlap:
-        return np.broadcast_to(np.minimum(np.arange(s + 1, 1, -1), most), (len(period_s), s))
     per = period_s[:, None]
     held = 1.0 + np.cumsum((1.0 + periods(split.trips_s, per))[:, ::-1], axis=1)[:, ::-1]
     if chain.depth == "low_memory":
@@ -159,50 +153,32 @@ def fitting_periods(chain: DeviceChain, cuts: Ints, split: Times) -> Floats:
     if not chain.capped:
         return period
     space = room(*stage_bytes(chain, cuts), chain.mem_bytes)
-    for i in np.flatnonzero((depths(chain, split, period) > space).any(axis=1)):
-        one = Times(*(part[i : i + 1] for part in split))
-        period[i] = _slowed(chain, one, space[i], float(period[i]))
+    tight = np.flatnonzero((depths(chain, split, period) > space).any(axis=1))
+    if tight.size:
+        tried = Times(*(np.repeat(part[tight], _AT_ONCE, axis=0) for part in split))
+        period[tight] = _slowed(chain, tried, space[tight], period[tight])
     return period
 
 
-def _slowed(chain: DeviceChain, split: Times, space: Floats, too_short_s: float) -> float:
-    """Bisects for the least period that fits: depths never rise with the period."""
-    fits = _fits_one(chain, split, space)
-    enough_s = max(float(split.rests_s[0, 0]), too_short_s)  # no way is longer: all depths are the least
-    if not fits(enough_s):
-        return math.inf
-    while True:
-        middle_s = 0.5 * (too_short_s + enough_s)
-        if not too_short_s < middle_s < enough_s:
-            return enough_s
-        if fits(middle_s):
-            enough_s = middle_s
-        else:
-            too_short_s = middle_s
+def _slowed(chain: DeviceChain, tried: Times, space: Floats, too_short_s: Floats) -> Floats:
+    """Returns the least period of each split that fits [n]: depths never rise with the period.
 
-
-def _fits_one(chain: DeviceChain, split: Times, space: Floats) -> Callable[[float], bool]:
-    """Returns whether a single split fits at a period: `depths` once more, for a period at a time without arrays."""
-    if not chain.overlap or len(chain) == 1:
-        return lambda period_s: bool((depths(chain, split, np.array([period_s])) <= space).all())
-    most, thrifty = chain.micro_batches, chain.depth == "low_memory"
-    trips, rests, rooms = split.trips_s[0].tolist(), split.rests_s[0].tolist(), space.tolist()
-    stages = list(enumerate(zip(trips, rests, rooms, strict=True)))[::-1]
-
-    def fits(period_s: float) -> bool:
-        per_s = max(period_s, TINY_S)
-        by_links, by_rest = 1, 0
-        for i, (trip_s, rest_s, room_for) in stages:
-            by_links += 1 + math.ceil(min(trip_s / per_s * _PERIOD_SNAP, most))
-            held = by_links
-            if thrifty:
-                by_rest = max(by_rest, i + max(1 + math.ceil(min(rest_s / per_s * _PERIOD_SNAP, most)), 2))
-                held = min(by_links, by_rest - i)
-            if min(held, most) > room_for:
-                return False
-        return True
-
-    return fits
+    Args:
+        chain: the pipeline.
+        tried: times of the splits, each `_AT_ONCE` times, for as many periods.
+        space: micro-batches in flight that fit [n, S].
+        too_short_s: periods that do not fit [n].
+    """
+    rows = np.arange(len(space))
+    enough_s = np.maximum(tried.rests_s[::_AT_ONCE, 0], too_short_s)  # no way is longer: all depths are the least
+    for _ in range(_NARROWED):
+        asked_s = too_short_s[:, None] + (enough_s - too_short_s)[:, None] * np.linspace(0.0, 1.0, _AT_ONCE)
+        asked_s[:, -1] = enough_s
+        held = depths(chain, tried, asked_s.ravel()).reshape(len(rows), _AT_ONCE, -1)
+        fits = (held <= space[:, None, :]).all(axis=2)
+        first = np.where(fits[:, -1], fits.argmax(axis=1), _AT_ONCE - 1)
+        too_short_s, enough_s = asked_s[rows, np.maximum(first - 1, 0)], asked_s[rows, first]
+    return np.where(fits[:, -1], enough_s, np.inf)
 
 
 def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
@@ -217,8 +193,8 @@ def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
     >>> from lightning_hetero.types import Device, Link
     >>> layers = Layers(work_s=[1.0, 2.0, 1.0], cut_bytes=[0.0, 3.0, 3.0, 3.0])
     >>> devices = [Device(name="fast", speed=2.0), Device(name="slow")]
-    >>> wire = Link(bandwidth_bytes_per_s=6.0)
-    >>> chain = DeviceChain(layers=layers, devices=devices, links=[wire], back=[wire], micro_batches=8)
+    >>> links = [Link(bandwidth_bytes_per_s=6.0), Link()]
+    >>> chain = DeviceChain(layers=layers, devices=devices, links=links, back=links, micro_batches=8)
     >>> plan = evaluate(chain, (0, 2, 3))
     >>> plan.bottleneck_s, plan.fill_s, plan.total_s, plan.depths
     (1.5, 3.5, 14.0, (4, 2))

@@ -55,7 +55,7 @@ def _remedies(chain: DeviceChain, state_bytes: float, need_bytes: float, device:
     ways: list[str] = []
     if need_bytes > state_bytes:
         ways += ["a smaller micro-batch", "gradient checkpointing"]
-        if chain.depth == "per_link" and chain.overlap and float(_least_trips(chain).max()) > 0.0:
+        if chain.depth == "per_link" and float(_least_trips(chain).max()) > 0.0:
             ways.append("fewer in flight (depth='low_memory')")
     return "what helps: " + ", ".join([*ways, device])
 
@@ -74,6 +74,6 @@ def _least_depths(chain: DeviceChain) -> Floats:
     if s == 1:
         return np.ones(1)
     held = np.arange(s + 1.0, 1.0, -1.0)
-    if chain.overlap and chain.depth == "per_link":
+    if chain.depth == "per_link":
         held += np.cumsum(periods(_least_trips(chain), np.array(chain.slowest_s))[::-1])[::-1]
     return np.minimum(held, chain.micro_batches)

@@ -41,7 +41,8 @@ def split(chain: DeviceChain) -> ChainPlan:
     >>> from lightning_hetero.types import Device, Link
     >>> devices = [Device(name="fast", speed=2.0), Device(name="slow")]
     >>> layers = Layers(work_s=[1.0] * 6, cut_bytes=[0.0] * 7)
-    >>> plan = split(DeviceChain(layers=layers, devices=devices, links=[Link()], back=[Link()], micro_batches=8))
+    >>> links = [Link(), Link()]
+    >>> plan = split(DeviceChain(layers=layers, devices=devices, links=links, back=links, micro_batches=8))
     >>> plan.cuts, plan.period_s, plan.fill_s, plan.total_s
     ((0, 4, 6), 2.0, 4.0, 18.0)
     """
@@ -152,12 +153,8 @@ class _Table:
             trips = (ahead + back)[self._ends]
             compute = span / chain.speeds[stage] + (0.0 if stage else before_s)
             busy: Floats = compute + (0.0 if stage else head_s)
-            if chain.overlap:
-                beside = (0.0, 0.0) if stage else chain.beside_s
-                busy = np.maximum(busy, np.maximum(ahead + beside[0], back + beside[1])[self._ends])
-            else:
-                before, after = chain.crossing_s(stage - 1, sizes if stage else sizes[-1:])
-                busy = busy + trips + (before + after)[:, None]
+            beside = (0.0, 0.0) if stage else chain.beside_s
+            busy = np.maximum(busy, np.maximum(ahead + beside[0], back + beside[1])[self._ends])
             self._trips.append(ahead + back)
             self._cost.append(compute + trips)
             self._busy.append(busy)
@@ -201,8 +198,6 @@ class _Table:
     def _depth(self, stage: int, held: Floats, period_s: Floats, fill: Floats) -> Floats:
         """Returns how many micro-batches the stage holds, by period, start and end."""
         chain = self._chain
-        if not chain.overlap:
-            return np.full((1, 1, 1), len(chain) + 1.0 - stage)
         depth = (held + 1.0 + periods(self._trips[stage][None], period_s))[:, self._ends]
         if chain.depth == "low_memory":
             with np.errstate(invalid="ignore"):

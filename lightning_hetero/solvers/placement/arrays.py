@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hetero.solvers.chain.chain import DepthRule, DeviceChain, chain_of
-from lightning_hetero.solvers.chain.layers import Floats, Layers, layers_of
-from lightning_hetero.types import Cluster, LayerCost, ModelCost
+from lightning_hetero.solvers.chain.layers import Floats, Layers, fixed_and_per_sample, layers_of
+from lightning_hetero.solvers.tied_layers import joined
+from lightning_hetero.types import Cluster, Link, ModelCost
 
 
 class Pipe(NamedTuple):
@@ -20,12 +21,6 @@ class Pipe(NamedTuple):
     cuts: tuple[int, ...]
 
 
-def fixed_and_per_sample(cost: LayerCost) -> tuple[float, float]:
-    """Returns the fixed time and the time per sample, forward and backward."""
-    forward, backward = cost.forward, cost.backward
-    return forward.fixed_s + backward.fixed_s, forward.per_sample_s + backward.per_sample_s
-
-
 class ProblemArrays:
     """What is to be planned, in arrays.
 
@@ -33,8 +28,16 @@ class ProblemArrays:
         model, cluster: costs.
         samples: global batch.
         sizes: of full micro-batches that may be chosen, increasing.
-        overlap, depth: as in `DeviceChain`.
-        sync_overlap: part of the gradients' synchronisation that is hidden behind the last backward passes, 0 to 1.
+        depth: as in `DeviceChain`.
+
+    Attributes:
+        outside: what the leader computes and holds besides layers, before and behind the backbone, as one layer.
+        outside_s: [2] its fixed time and time per sample [s].
+        one: the backbone for micro-batches of one sample.
+        work_s: [2, L + 1] fixed time and time per sample of the layers in front of i [s].
+        speeds: [D] by device.
+        caps: [D] memory by device [bytes].
+        capped: whether a device has a memory cap.
     """
 
     def __init__(
@@ -44,123 +47,49 @@ class ProblemArrays:
         samples: int,
         sizes: tuple[int, ...],
         *,
-        overlap: bool = True,
         depth: DepthRule = "per_link",
-        sync_overlap: float = 0.0,
     ) -> None:
         self.model, self.cluster, self.samples, self.sizes = model, cluster, samples, sizes
-        self.overlap, self.sync_overlap = overlap, sync_overlap
         self.depth: DepthRule = depth
         self.n_layers, self.n_devices = len(model.layers), len(cluster.devices)
+        self.outside, self.one = joined([model.before, model.head]), layers_of(model, 1)
+        self.outside_s: Floats = np.array(fixed_and_per_sample(self.outside))
+        work = np.array([fixed_and_per_sample(cost) for cost in model.layers])
+        self.work_s: Floats = np.concatenate([np.zeros((2, 1)), np.cumsum(work.T, axis=1)], axis=1)
+        self.speeds: Floats = np.array([d.speed for d in cluster.devices], dtype=np.float64)
+        self.caps: Floats = np.array([d.mem_bytes for d in cluster.devices], dtype=np.float64)
+        self.capped = bool(np.isfinite(self.caps).any())
         self._layers: dict[int, Layers] = {}
-        self._alike: dict[tuple[int, ...], bytes] = {}
-
-    # ---- devices and links ----
-
-    @cached_property
-    def speeds(self) -> Floats:
-        """[D] by device."""
-        return np.array([d.speed for d in self.cluster.devices], dtype=np.float64)
-
-    @cached_property
-    def caps(self) -> Floats:
-        """[D] memory by device [bytes]."""
-        return np.array([d.mem_bytes for d in self.cluster.devices], dtype=np.float64)
-
-    @cached_property
-    def capped(self) -> bool:
-        """Whether a device has a memory cap."""
-        return bool(np.isfinite(self.caps).any())
 
     @cached_property
     def latency_s(self) -> Floats:
         """[D, D] of links, by source and target [s]."""
-        return np.array([[w.latency_s for w in row] for row in self.cluster.links], dtype=np.float64)
+        return self._by_link(lambda link: link.latency_s)
 
     @cached_property
     def per_byte_s(self) -> Floats:
         """[D, D] of links, by source and target [s]."""
-        return 1.0 / np.array([[w.bandwidth_bytes_per_s for w in row] for row in self.cluster.links], dtype=np.float64)
+        return 1.0 / self._by_link(lambda link: link.bandwidth_bytes_per_s)
 
     @cached_property
     def per_byte_rows(self) -> list[list[float]]:
         """``per_byte_s``, to be asked for one number at a time."""
         return self.per_byte_s.tolist()
 
-    # ---- layers ----
-
-    @cached_property
-    def work_s(self) -> Floats:
-        """[2, L + 1] fixed time and time per sample of the layers in front of i [s]."""
-        return np.array([_sums([fixed_and_per_sample(cost)[i] for cost in self.model.layers]) for i in (0, 1)])
-
-    @cached_property
-    def leader_s(self) -> Floats:
-        """[2] fixed time and time per sample outside the backbone [s]."""
-        return np.array(fixed_and_per_sample(self.model.before)) + np.array(fixed_and_per_sample(self.model.head))
-
-    @cached_property
-    def cut_bytes(self) -> Floats:
-        """[L + 1] handed on per sample in front of layer i."""
-        return np.array([cost.output_bytes for cost in (self.model.before, *self.model.layers)], dtype=np.float64)
-
     @cached_property
     def param_bytes(self) -> Floats:
         """[L + 1] of the layers in front of i."""
-        return _sums([cost.param_bytes for cost in self.model.layers])
+        return np.concatenate([[0.0], np.cumsum([cost.param_bytes for cost in self.model.layers])])
 
-    @cached_property
-    def state_bytes(self) -> Floats:
-        """[L + 1] of the layers in front of i."""
-        return _sums([cost.state_bytes for cost in self.model.layers])
-
-    @cached_property
-    def activation_bytes(self) -> Floats:
-        """[L + 1] of the layers in front of i, per sample in flight."""
-        return _sums([cost.activation_bytes for cost in self.model.layers])
-
-    @property
-    def leader_param_bytes(self) -> float:
-        """Of what is outside the backbone."""
-        return self.model.before.param_bytes + self.model.head.param_bytes
-
-    @property
-    def leader_state_bytes(self) -> float:
-        """Of what is outside the backbone."""
-        return self.model.before.state_bytes + self.model.head.state_bytes
-
-    @property
-    def leader_activation_bytes(self) -> float:
-        """Of what is outside the backbone, per sample in flight."""
-        return self.model.before.activation_bytes + self.model.head.activation_bytes
-
-    # ---- pipelines ----
-
-    def alike(self, ranks: tuple[int, ...]) -> bytes:
-        """Returns what pipelines have in common whose devices and links are equal position by position."""
-        found = self._alike.get(ranks)
-        if found is None:
-            r = np.array(ranks)
-            rows = [self.speeds[r], self.caps[r]]
-            if len(ranks) > 1:
-                after = np.roll(r, -1)
-                rows += [x[a, b] for x in (self.latency_s, self.per_byte_s) for a, b in ((r, after), (after, r))]
-            found = self._alike[ranks] = np.array(rows).tobytes()
-        return found
+    def _by_link(self, number: Callable[[Link], float]) -> Floats:
+        return np.array([[number(link) for link in row] for row in self.cluster.links], dtype=np.float64)
 
     def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> DeviceChain:
         """Returns the pipeline of ``ranks`` in this order for micro-batches of ``size`` samples."""
-        layers = self._layers.get(size)
-        if layers is None:
-            layers = self._layers[size] = layers_of(self.model, size)
-        return chain_of(
-            layers, self.cluster, ranks, micro_batches=micro_batches, overlap=self.overlap, depth=self.depth
-        )
+        if size not in self._layers:
+            self._layers[size] = layers_of(self.model, size)
+        return chain_of(self._layers[size], self.cluster, ranks, micro_batches=micro_batches, depth=self.depth)
 
     def part(self, ranks: Sequence[int]) -> int:
         """Returns how many samples these devices get in proportion to speed, one at least."""
         return max(1, round(self.samples * float(self.speeds[list(ranks)].sum()) / float(self.speeds.sum())))
-
-
-def _sums(values: list[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])

@@ -29,7 +29,7 @@ class Drafts:
         self.problem, self._size = problem, micro_samples
         fixed, per_sample = problem.work_s
         self._work: list[float] = (fixed + per_sample * micro_samples).tolist()
-        lead_fixed, lead_per_sample = problem.leader_s
+        lead_fixed, lead_per_sample = problem.outside_s
         self._lead = float(lead_fixed + lead_per_sample * micro_samples)
         self._speeds: list[float] = problem.speeds.tolist()
         self._caps: list[float] = problem.caps.tolist()
@@ -87,12 +87,12 @@ class Drafts:
         need = self._bytes.get(in_flight)
         if need is None:
             problem, each = self.problem, in_flight * min(self._size, self.problem.samples)
-            need = self._bytes[in_flight] = (problem.state_bytes + each * problem.activation_bytes).tolist()
+            need = self._bytes[in_flight] = (problem.one.state_to + each * problem.one.activation_to).tolist()
         return need
 
     def _leader_bytes(self, in_flight: int) -> float:
         problem, each = self.problem, in_flight * min(self._size, self.problem.samples)
-        return problem.leader_state_bytes + each * problem.leader_activation_bytes
+        return problem.outside.state_bytes + each * problem.outside.activation_bytes
 
 
 def borders(pipes: Pipes, busiest: Sequence[int], layers: int) -> Iterator[Pipes]:

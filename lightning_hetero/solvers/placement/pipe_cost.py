@@ -14,16 +14,22 @@ matter to `shares`. ``period(r)`` is the bottleneck at size r, stretched as much
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeAlias
+from bisect import bisect_left
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_hetero.solvers.chain.layers import Floats, Ints
-from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, times
-from lightning_hetero.solvers.placement.arrays import Pipe, ProblemArrays, fixed_and_per_sample
-
-Bools: TypeAlias = NDArray[np.bool_]
+from lightning_hetero.solvers.chain.layers import Floats, fixed_and_per_sample
+from lightning_hetero.solvers.chain.model import (
+    ROOM_SNAP,
+    Times,
+    depths,
+    fitting_periods,
+    room,
+    stage_bytes,
+    times,
+)
+from lightning_hetero.solvers.placement.arrays import Pipe, ProblemArrays
 
 
 class Mode(NamedTuple):
@@ -57,79 +63,60 @@ class PipeCost:
         self._problem, self._pipe = problem, pipe
         cuts, ranks = np.array(pipe.cuts), np.array(pipe.ranks)
         stages = _steps(problem.work_s[:, cuts]) / problem.speeds[ranks]
-        stages[:, 0] += problem.leader_s / problem.speeds[ranks[0]]
+        stages[:, 0] += problem.outside_s / problem.speeds[ranks[0]]
         trips, lines = np.zeros_like(stages), stages
         if len(ranks) > 1:
-            size, after = problem.cut_bytes[cuts[1:]], np.array([*pipe.ranks[1:], pipe.ranks[0]])
+            size, after = problem.one.cut_sizes[cuts[1:]], np.array([*pipe.ranks[1:], pipe.ranks[0]])
             ahead = np.array([problem.latency_s[ranks, after], size * problem.per_byte_s[ranks, after]])
             back = np.array([problem.latency_s[after, ranks], size * problem.per_byte_s[after, ranks]])
             trips = ahead + back
-            if problem.overlap:
-                if len(ranks) == 2:  # the loop has no wire of its own
-                    ahead, back = ahead + back[:, ::-1], np.zeros_like(back)
-                lines = np.concatenate([stages, ahead, back], axis=1)
-            else:
-                lines = stages + trips + np.roll(trips, 1, axis=1)
+            if len(ranks) == 2:  # the loop has no wire of its own
+                ahead, back = ahead + back[:, ::-1], np.zeros_like(back)
+            lines = np.concatenate([stages, ahead, back], axis=1)
         fill = (stages + trips).sum(axis=1)
         self._fill: tuple[float, float] = (float(fill[0]), float(fill[1]))
-        self._longest = _envelope(lines, float(problem.sizes[-1]))
+        self._longest = _longest(lines, float(problem.sizes[-1]))
         self._stretches: dict[tuple[int, int], float] = {}
         self._settled: dict[int, int] = {}  # by size: from so many micro-batches on, more are not in flight
-        self.modes = self._modes(stages, trips)
+        capped = np.isfinite(problem.caps[ranks]).any()
+        fitting = self._fitting(stages, trips) if capped else [(size, 1.0) for size in problem.sizes]
+        self.modes = [
+            Mode(size, alone, self._fill[0] + self._fill[1] * size, self.bottleneck(size), stretch)
+            for size, (alone, stretch) in zip(problem.sizes, fitting, strict=True)
+        ]
         self._alone = max(mode.alone for mode in self.modes)
         self._rates = self._steady()
         self.most = self._most()
         self.first_s = self.seconds(1)
 
-    def _modes(self, stages: Floats, trips: Floats) -> list[Mode]:
-        """Returns all modes; ``stages`` and ``trips`` [2, S] are fixed times and times per sample."""
-        problem = self._problem
-        fixed_s, per_sample_s = self._fill
-        sizes = np.array(problem.sizes)
-        alone, easy, possible = sizes, np.ones(len(sizes), dtype=bool), np.ones(len(sizes), dtype=bool)
-        if np.isfinite(problem.caps[list(self._pipe.ranks)]).any():
-            alone, easy, possible = self._fitting(sizes, stages, trips)
-        modes: list[Mode] = []
-        for size, one, fits, might in zip(
-            problem.sizes, alone.tolist(), easy.tolist(), possible.tolist(), strict=True
-        ):
-            bottleneck_s = self.bottleneck(size)
-            stretch = 1.0 if fits else math.nan if might else math.inf
-            modes.append(Mode(size, one, fixed_s + per_sample_s * size, bottleneck_s, stretch))
-        return modes
+    def _fitting(self, stages: Floats, trips: Floats) -> list[tuple[int, float]]:
+        """Returns `Mode.alone` and `Mode.stretch` by size.
 
-    def _fitting(self, sizes: Ints, stages: Floats, trips: Floats) -> tuple[Ints, Bools, Bools]:
-        """Returns by size: the most samples of a single micro-batch; whether memory never matters; whether two fit."""
-        problem = self._problem
-        cuts, caps = np.array(self._pipe.cuts), problem.caps[list(self._pipe.ranks)]
-        state, per_sample = _steps(problem.state_bytes[cuts]), _steps(problem.activation_bytes[cuts])
-        state[0] += problem.leader_state_bytes
-        head = np.zeros(len(state))  # kept for one micro-batch at a time
-        head[0] = problem.model.head.activation_bytes
-        per_sample[0] += problem.model.before.activation_bytes
-        per_sample[1:] += problem.cut_bytes[cuts[1:-1]]
-        space = float(room(state, per_sample + head, caps).min())
-        alone = np.minimum(sizes, int(min(max(0.0, space), float(sizes[-1]))))
-        column = sizes[:, None]
-        all_stages, all_trips = stages[0] + stages[1] * column, trips[0] + trips[1] * column
-        rests_s = np.cumsum((all_stages + all_trips)[:, ::-1], axis=1)[:, ::-1]
-        rests_s[:, 1:] += self._head_s(sizes)  # on the leader, which counts it in its stage
+        Args:
+            stages, trips: [2, S] fixed times and times per sample.
+        """
+        problem, ranks = self._problem, self._pipe.ranks
+        sizes, caps = np.array(problem.sizes)[:, None], problem.caps[list(ranks)]
+        chain = problem.chain(ranks, 1, problem.samples)
+        state, per_sample = (part[0] for part in stage_bytes(chain, np.array([self._pipe.cuts])))
+        head = np.zeros(len(ranks))
+        head[0] = problem.model.head.activation_bytes  # kept for one micro-batch at a time
+        state = state - head
+        alone = int(min(max(0.0, float(room(state, per_sample + head, caps).min())), problem.sizes[-1]))
+        all_trips = trips[0] + trips[1] * sizes
+        rests_s = np.cumsum((stages[0] + stages[1] * sizes + all_trips)[:, ::-1], axis=1)[:, ::-1]
+        head_s = fixed_and_per_sample(problem.model.head)
+        rests_s[:, 1:] += (head_s[0] + head_s[1] * sizes) / problem.speeds[ranks[0]]  # the leader's is in its stage
         period_s = np.array([self.bottleneck(size) for size in problem.sizes])
-        chain = problem.chain(self._pipe.ranks, 1, problem.samples)
         split = Times(period_s, rests_s[:, 0], all_trips, rests_s)
-        counts = -(-problem.samples // column)  # micro-batches that there can be
+        counts = -(-problem.samples // sizes)  # micro-batches that there can be
         held = np.minimum(depths(chain, split, period_s), counts)
         least = np.minimum(depths(chain, split, rests_s[:, 0]), np.minimum(counts, 2))
-        limits = caps / ROOM_SNAP - state - column * head
-        easy: Bools = np.all(held * column * per_sample <= limits, axis=1)
-        possible: Bools = np.all(least * column * per_sample <= limits, axis=1)
-        return alone, easy, possible
-
-    def _head_s(self, sizes: Ints) -> Floats:
-        head, speed = self._problem.model.head, float(self._problem.speeds[self._pipe.ranks[0]])
-        fixed_s, per_sample_s = fixed_and_per_sample(head)
-        head_s: Floats = (fixed_s + per_sample_s * sizes.astype(np.float64)) / speed
-        return head_s[:, None]
+        limits = caps / ROOM_SNAP - state - sizes * head
+        easy = np.all(held * sizes * per_sample <= limits, axis=1)
+        possible = np.all(least * sizes * per_sample <= limits, axis=1)
+        stretch = np.where(easy, 1.0, np.where(possible, np.nan, np.inf))
+        return [(min(size, alone), one) for size, one in zip(problem.sizes, stretch.tolist(), strict=True)]
 
     def bottleneck(self, size: float) -> float:
         """Returns the longest stage or link for micro-batches of ``size`` samples [s]."""
@@ -139,30 +126,22 @@ class PipeCost:
         """Returns period / bottleneck under the memory caps; ``inf`` if it does not fit."""
         micro_batches = min(micro_batches, self._settled.get(size, micro_batches))
         key = (size, micro_batches)
-        found = self._stretches.get(key)
-        if found is None:
+        if key not in self._stretches:
             chain, cuts = self._problem.chain(self._pipe.ranks, size, micro_batches), np.array([self._pipe.cuts])
             split = times(chain, cuts)
             period_s = fitting_periods(chain, cuts, split)
-            found = float(period_s[0] / split.bottleneck_s[0]) if split.bottleneck_s[0] > 0.0 else 1.0
-            if period_s[0] < math.inf:
-                held = int(depths(chain, split, period_s).max())
-                if held < micro_batches:
-                    self._settled[size] = held + 1
-            else:
-                found = math.inf
-            self._stretches[key] = found
-        return found
+            least_s = float(split.bottleneck_s[0])
+            self._stretches[key] = float(period_s[0]) / least_s if least_s > 0.0 else 1.0
+            if period_s[0] < math.inf and (held := int(depths(chain, split, period_s).max())) < micro_batches:
+                self._settled[size] = held + 1
+        return self._stretches[key]
 
     def _most(self) -> int:
         most = self._problem.samples
         if any([mode.stretch == 1.0 or mode.alone >= most for mode in self.modes]):
             return most
-        low, high = 0, most + 1  # T never decreases, so what fits is an interval
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.seconds(middle) < math.inf else (low, middle)
-        return low
+        # T never decreases, so what fits is an interval.
+        return bisect_left(range(1, most + 1), True, key=lambda n: self.seconds(n) == math.inf)
 
     def seconds(self, samples: float) -> float:
         """Returns T(samples) [s], ``inf`` if they do not fit; ``samples`` is a whole number."""
@@ -259,18 +238,11 @@ def _hidden(a: tuple[float, float, int], b: tuple[float, float, int], c: tuple[f
     return (a[1] - c[1]) * (b[0] - a[0]) <= (a[1] - b[1]) * (c[0] - a[0])
 
 
-def _envelope(lines: Floats, most: float) -> list[tuple[float, float]]:
+def _longest(lines: Floats, most: float) -> list[tuple[float, float]]:
     """Returns those of the lines (a, b) that are the highest somewhere for sizes of 1 to ``most``."""
-    a, b = lines
-    x, kept = 1.0, list[tuple[float, float]]()
-    while True:
-        height = a + b * x
-        top = np.flatnonzero(height >= height.max() * (1.0 - 1e-15))
-        i = int(top[np.argmax(b[top])])
-        kept.append((float(a[i]), float(b[i])))
-        steeper = np.flatnonzero(b > b[i])
-        if not steeper.size:
-            return kept
-        x = float(((a[i] - a[steeper]) / (b[steeper] - b[i])).min())
-        if not x < most:
-            return kept
+    kept = [(a, b) for b, a, _ in _highest([(b, a, 0) for a, b in lines.T.tolist()])]
+    while len(kept) > 1 and sum(kept[1]) >= sum(kept[0]):
+        del kept[0]
+    while len(kept) > 1 and kept[-2][0] + kept[-2][1] * most >= kept[-1][0] + kept[-1][1] * most:
+        del kept[-1]
+    return kept

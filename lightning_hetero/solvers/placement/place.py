@@ -40,9 +40,7 @@ def place(
     *,
     micro_samples: Sequence[int] | None = None,
     max_groups: int | None = None,
-    overlap: bool = True,
     depth: DepthRule = "per_link",
-    sync_overlap: float = 0.0,
     budget: int | None = None,
 ) -> PipelinePlan:
     """Plans the training of a model on a cluster: groups, orders, borders, micro-batches, samples; devices may rest.
@@ -54,9 +52,7 @@ def place(
         micro_samples: sizes of full micro-batches to choose from, for each group; the last one of a group may be
             smaller. None: 1, 2, 3, 4, 6, 8, 12, ... up to the global batch.
         max_groups: most pipelines side by side; None: as many as devices. 1: one chain.
-        overlap: transfers overlap compute; False: a device is busy while its links are.
         depth: how many micro-batches are in flight: ``per_link``, or ``low_memory``.
-        sync_overlap: part of the gradients' synchronisation hidden behind the last backward passes, 0 to 1.
         budget: most structures to compare, besides the first ones; None: so that it ends within seconds.
 
     Returns:
@@ -83,14 +79,16 @@ def place(
     samples = as_count("global_batch", global_batch, least=1)
     sizes = sizes_to_try(micro_samples, samples)
     most = len(cluster.devices) if max_groups is None else as_count("max_groups", max_groups, least=1)
-    problem = _problem(model, cluster, samples, sizes, overlap, depth, sync_overlap)
+    if depth not in ("per_link", "low_memory"):
+        raise ValueError(f"depth={depth!r} must be 'per_link' or 'low_memory'")
+    problem = Problem(model, cluster, samples, sizes, depth=depth)
     bound_s = _work_bound_s(problem)
     pipes, judged = best_found(problem, most, budget=None if budget is None else as_count("budget", budget))
     if not pipes:
         return PipelinePlan(groups=(), status=Status.INFEASIBLE, lower_bound_s=bound_s, reason=_why(problem))
     shares, _ = share([problem.cost(pipe) for pipe in pipes], samples)
     groups = [_group(problem, pipe, n) for pipe, n in sorted(zip(pipes, shares, strict=True))]
-    plan = evaluate_plan(model, cluster, groups, overlap=overlap, depth=depth, sync_overlap=sync_overlap)
+    plan = evaluate_plan(model, cluster, groups, depth=depth)
     return replace(plan, lower_bound_s=min(bound_s, plan.total_s), judged=judged)
 
 
@@ -108,22 +106,6 @@ def sizes_to_try(micro_samples: Sequence[int] | None, samples: int) -> tuple[int
     return tuple(sorted({min(as_count("micro_samples", n, least=1), samples) for n in micro_samples}))
 
 
-def _problem(
-    model: ModelCost,
-    cluster: Cluster,
-    samples: int,
-    sizes: tuple[int, ...],
-    overlap: bool,
-    depth: DepthRule,
-    sync_overlap: float,
-) -> Problem:
-    if depth not in ("per_link", "low_memory"):
-        raise ValueError(f"depth={depth!r} must be 'per_link' or 'low_memory'")
-    if not 0.0 <= sync_overlap <= 1.0:
-        raise ValueError(f"sync_overlap={sync_overlap!r} must lie in 0 to 1 (part of the synchronisation)")
-    return Problem(model, cluster, samples, sizes, overlap=overlap, depth=depth, sync_overlap=sync_overlap)
-
-
 def micro_batches_of(samples: int, size: int) -> tuple[int, ...]:
     """Returns full micro-batches of ``size`` samples and the rest.
 
@@ -138,7 +120,7 @@ def _work_bound_s(problem: Problem) -> float:
     """Returns the time of all layers' work for the batch on all devices together [s]: no plan is below it."""
     samples = problem.samples
     batches = -(-samples // min(problem.sizes[-1], samples))  # in all groups together, at least
-    fixed_s, per_sample_s = problem.work_s[:, -1] + problem.leader_s
+    fixed_s, per_sample_s = problem.work_s[:, -1] + problem.outside_s
     return float((batches * fixed_s + samples * per_sample_s) / np.sum(problem.speeds)) * (1.0 - 1e-9)
 
 
@@ -160,9 +142,7 @@ def evaluate_plan(
     cluster: Cluster,
     groups: Sequence[GroupPlan],
     *,
-    overlap: bool = True,
     depth: DepthRule = "per_link",
-    sync_overlap: float = 0.0,
 ) -> PipelinePlan:
     """Returns what the model says of a plan; ``lower_bound_s`` stays 0, as nothing is minimised.
 
@@ -171,7 +151,7 @@ def evaluate_plan(
     not fit its device; the reason names the group.
 
     Args:
-        model, cluster, overlap, depth, sync_overlap: as in `place`.
+        model, cluster, depth: as in `place`.
         groups: one or more.
 
     Raises:
@@ -191,7 +171,7 @@ def evaluate_plan(
             )
     sizes = tuple(sorted({size for group in groups for size in group.micro_batches}))
     samples = sum(group.samples for group in groups)
-    problem = _problem(model, cluster, samples, sizes, overlap, depth, sync_overlap)
+    problem = Problem(model, cluster, samples, sizes, depth=depth)
     timed: list[GroupPlan] = []
     for i, group in enumerate(groups):
         found = _timed(problem, group)

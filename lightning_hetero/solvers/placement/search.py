@@ -157,5 +157,5 @@ def solved(problem: Problem, pipes: Pipes, but: Pipes = ()) -> Pipes:
 def _stage_times(problem: Problem, pipe: Pipe) -> list[float]:
     work = problem.work_s[1]
     stages = [float(work[b] - work[a]) for a, b in zip(pipe.cuts, pipe.cuts[1:], strict=False)]
-    stages[0] += float(problem.leader_s[1])
+    stages[0] += float(problem.outside_s[1])
     return [seconds / float(problem.speeds[rank]) for seconds, rank in zip(stages, pipe.ranks, strict=True)]

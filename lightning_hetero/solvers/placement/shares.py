@@ -2,15 +2,15 @@
 
 `level` is the closed form: the deadline by which the pipelines do all samples if fractions of micro-batches count. It
 is a lower bound of the exact answer, at a fraction of the price, and the search over groupings lives on it. `share` is
-exact: greedy by earliest finish, as in `minimax`, started at the level, where little is left to hand out.
+exact: `minimax`'s greedy, started at the level.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 
+from lightning_hetero.solvers.minimax import deal
 from lightning_hetero.solvers.placement.pipe_cost import PipeCost
 
 _CLOSE = 1e-12
@@ -80,42 +80,11 @@ def done(costs: Sequence[PipeCost], deadline_s: float) -> float:
 def share(costs: Sequence[PipeCost], samples: int) -> tuple[list[int], float]:
     """Returns the samples of each pipeline, one at least, and when the slowest is done [s].
 
-    None and ``inf`` if it cannot be. Exact: of all splits none is faster. At the level greedy would have handed out
-    all offers in time: take them (T never decreases: the most samples in time are found by bisection), then go on one
-    by one.
+    None and ``inf`` if it cannot be. Exact: of all splits none is faster.
     """
     if not _possible(costs, samples):
         return [], math.inf
     if len(costs) == 1:
         return [samples], costs[0].seconds(samples)
-    level_s = _level(costs, samples)
-    # What is done at the level itself may be one too many. Without a level all is handed out one by one.
-    level_s = level_s * (1.0 - 1e-9) if level_s < math.inf else 0.0
-    while (left := samples - sum(shares := [_in_time(cost, level_s) for cost in costs])) < 0:
-        level_s *= 0.9  # where memory is short the level may be late
-    offers = [
-        (cost.seconds(n + 1), i)
-        for i, (cost, n) in enumerate(zip(costs, shares, strict=True))
-        if n < cost.most
-    ]
-    heapq.heapify(offers)
-    for _ in range(left):
-        i = offers[0][1]
-        shares[i] += 1
-        if shares[i] < costs[i].most:
-            heapq.heapreplace(offers, (costs[i].seconds(shares[i] + 1), i))
-        else:
-            heapq.heappop(offers)
+    shares = deal(costs, _level(costs, samples), samples, [1] * len(costs), [cost.most for cost in costs])
     return shares, max([cost.seconds(n) for cost, n in zip(costs, shares, strict=True)])
-
-
-def _in_time(cost: PipeCost, deadline_s: float) -> int:
-    """Returns the most samples done by the deadline, at least 1: gallops down from the fractional answer."""
-    late = math.floor(cost.most_samples(deadline_s)) + 1
-    step, good = 1, max(1, late - 1)
-    while good > 1 and cost.seconds(good) > deadline_s:
-        late, good, step = good, max(1, good - step), 2 * step
-    while late - good > 1:
-        middle = (good + late) // 2
-        good, late = (middle, late) if cost.seconds(middle) <= deadline_s else (good, middle)
-    return good

@@ -101,7 +101,7 @@ def first_size(problem: Problem, stages: int) -> int:
 
 def _pipes(problem: Problem, drafts: Drafts, groups: Groups, far_s: Floats) -> Pipes | None:
     found: list[Pipe] = []
-    replica_bytes = float(problem.state_bytes[-1]) + problem.leader_state_bytes
+    replica_bytes = float(problem.one.state_to[-1]) + problem.outside.state_bytes
     caps = float(problem.caps.mean())
     longest = max(_LONG, math.ceil(2.0 * replica_bytes / caps)) if caps > 0.0 else _LONG
     for group in groups:
@@ -191,7 +191,7 @@ def _fastest(problem: Problem, ranks: Sequence[int], n: int) -> list[int]:
 
 def _nearness(problem: Problem, size: int) -> Floats:
     """Returns the round trip of a typical message of ``size`` samples between any two devices [D, D] [s]."""
-    one_way: Floats = problem.latency_s + size * float(problem.cut_bytes.mean()) * problem.per_byte_s
+    one_way: Floats = problem.latency_s + size * float(problem.one.cut_sizes.mean()) * problem.per_byte_s
     return one_way + np.transpose(one_way)
 
 

@@ -19,10 +19,8 @@ from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 
 def sync_s(problem: Problem, pipes: Sequence[Pipe]) -> float:
-    """Returns the part of the synchronisation that is not hidden by compute [s]; 0 for a single pipeline."""
-    if len(pipes) < 2:
-        return 0.0
-    return float(sync_loads_s(problem, pipes).max()) * (1.0 - problem.sync_overlap)
+    """Returns how long the synchronisation takes [s]; 0 for a single pipeline."""
+    return float(sync_loads_s(problem, pipes).max()) if len(pipes) > 1 else 0.0
 
 
 def sync_loads_s(problem: Problem, pipes: Sequence[Pipe]) -> Floats:
@@ -31,7 +29,7 @@ def sync_loads_s(problem: Problem, pipes: Sequence[Pipe]) -> Floats:
     starts = np.array(sorted({cut for pipe in pipes for cut in pipe.cuts[:-1]}))
     ends = np.append(starts[1:], problem.n_layers)
     size = problem.param_bytes[ends] - problem.param_bytes[starts]
-    size[0] += problem.leader_param_bytes  # the first layer's owners are the leaders
+    size[0] += problem.outside.param_bytes  # the first layer's owners are the leaders
     owners = np.empty((k, len(starts)), dtype=np.int64)
     for row, pipe in zip(owners, pipes, strict=True):
         row[:] = np.array(pipe.ranks)[np.searchsorted(pipe.cuts, starts, side="right") - 1]

@@ -50,7 +50,7 @@ class Coordinator:
         self, policy: Policy, *, workers: Iterable[int], ahead: int = 0, predictor: Predictor | None = None,
         liveness_s: float = 5.0,
     ) -> None:  # fmt: skip
-        self.policy, self.ahead = policy, ahead
+        self.policy = policy
         self.speeds = Speeds(predictor)
         self.workers = Workers(workers, speeds=self.speeds, liveness_s=liveness_s)
         self._step = StepTime()
@@ -90,11 +90,6 @@ class Coordinator:
     def live(self) -> set[int]:
         """Ranks that are connected and not silent for longer than the limit."""
         return self.workers.ranks()
-
-    @property
-    def step_s(self) -> float:
-        """Smoothed time between the ends of global steps [s]; 0 before there are any."""
-        return self._step.smoothed_s
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -307,7 +302,7 @@ class Coordinator:
             "tick": self.global_step,
             "applied": self._books.applied(),
             "substeps": self.ledger.substeps(),
-            "step_s": self.step_s,
+            "step_s": self._step.smoothed_s,
             "speeds": self.speeds.state_dict(),
         }
 

@@ -29,7 +29,7 @@ from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.refusals import Changed, refuse_different
 from lightning_hetero.stale.fit.session import Session, StaleSettings
 from lightning_hetero.stale.fit.step_loop import StepLoop
-from lightning_hetero.stale.runtime.processes.start import Address
+from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups

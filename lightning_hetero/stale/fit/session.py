@@ -24,10 +24,10 @@ from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed
-from lightning_hetero.stale.runtime.memory.layout import CompressionName, FlatLayout
+from lightning_hetero.stale.runtime.fork import ServerProcess
+from lightning_hetero.stale.runtime.layout import CompressionName, FlatLayout
 from lightning_hetero.stale.runtime.messages import Met
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess
-from lightning_hetero.stale.runtime.processes.start import Address, ServerSettings, connect, start_server
+from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.link import Pulse
@@ -199,7 +199,6 @@ class Session:
             tell=self._members.warn_once,
         )
         self._pulse = Pulse(worker.link, settings.server.liveness_s)
-        worker.attach()
         worker.pull()
         if not self._members.is_lowest:
             for optimizer in optimizers:
@@ -253,7 +252,7 @@ class Session:
         worker = self.worker
         assert worker is not None
         # What callbacks have put in place of these parameters, e.g. averages, stays.
-        self.state = worker.state(pull=True)
+        self.state = worker.state()
 
     def bring_home(self) -> None:
         """The state of the server's optimizers comes into those of the lowest rank, which writes checkpoints."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,19 +33,17 @@ class EpochBegin:
     tick: int
     applied: tuple[Span, ...]
 
-    @classmethod
-    def of(cls, layout: str, tick: int, applied: Iterable[Sequence[int]]) -> EpochBegin:
-        """Returns it with plain numbers."""
-        return cls(str(layout), int(tick), tuple((int(start), int(end)) for start, end in applied))
-
     def text(self) -> str:
         """Returns the text of the request."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__})
+        return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> EpochBegin:
         """Returns what a request says; raises ValueError if that cannot be understood."""
-        return _read(text, lambda said: cls.of(**said))
+        with _understanding(text):
+            said = json.loads(text)
+            spans = tuple((int(start), int(end)) for start, end in said["applied"])
+            return cls(str(said["layout"]), int(said["tick"]), spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,33 @@ class Met:
     @staticmethod
     def text(counts: Counts, notices: Sequence[str]) -> str:
         """Returns the text of the reply, which has the rest in its fields."""
-        return _text({"counts": counts.as_dict(), "notices": notices})
+        return json.dumps({"counts": counts.as_dict(), "notices": notices})
 
     @classmethod
     def read(cls, alive: Sequence[int], generation: int, text: str) -> Met:
         """Returns what a reply says."""
-        return _read(
-            text, lambda said: cls(tuple(alive), generation, Counts.of(said["counts"]), said["notices"])
-        )
+        with _understanding(text):
+            said = json.loads(text)
+            return cls(tuple(alive), generation, Counts.of(said["counts"]), said["notices"])
 
 
 def measures_text(measures: Measures) -> str:
     """Returns measures as the text of a reply."""
-    return _text(measures.as_dict())
+    return json.dumps(measures.as_dict())
 
 
 def measures_of(text: str) -> Measures:
     """Returns the measures in a reply."""
-    return _read(text, Measures.of)
+    with _understanding(text):
+        return Measures.of(json.loads(text))
+
+
+@contextmanager
+def _understanding(text: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{text[:200]!r} cannot be understood ({error})") from error
 
 
 def state_bytes(state: dict[str, Any]) -> bytes:
@@ -120,50 +129,19 @@ def failure_of(text: str) -> BaseException:
     """Returns what to raise for a failure of the run.
 
     That is the exception which another worker's own code has raised, of the same class and text, with a
-    `RemoteFailureError` as its cause, so that the caller handles it alike on all ranks. Where this process has no such
-    class, or cannot make an equal one of it, it is the `RemoteFailureError`.
+    `RemoteFailureError` as its cause, so that the caller handles it alike on all ranks. Where no module of this process
+    has that class, or an equal one cannot be made of it, it is the `RemoteFailureError`.
     """
     words, _, cause = text.partition(_CAUSE)
-    error: BaseException = RemoteFailureError(words)
-    if cause:
-        with contextlib.suppress(ValueError, TypeError):
-            module, name, said, args = json.loads(cause)
-            twin = _twin(module, name, said, args)
-            if twin is not None:
-                twin.__cause__ = error
-                return twin
-    return error
-
-
-def _twin(module: str, name: str, said: str, args: Sequence[Any]) -> BaseException | None:
-    """Makes an exception from its parts; its class's own constructor is not called, which may want anything."""
-    for kind in _exceptions():
-        if (kind.__module__, kind.__qualname__) == (module, name):
+    error = RemoteFailureError(words)
+    with suppress(Exception):  # no such class here, or one that is not made from these arguments
+        module, name, said, args = json.loads(cause)
+        kind = attrgetter(name)(sys.modules[module])
+        if issubclass(kind, Exception | KeyboardInterrupt):
             for candidate in (args, [said]):
-                with contextlib.suppress(Exception):
-                    twin = kind.__new__(kind, *candidate)
-                    twin.args = tuple(candidate)
-                    if type(twin) is kind and str(twin) == said:
-                        return twin
-    return None
-
-
-def _exceptions() -> Iterator[type[BaseException]]:
-    """All classes of errors this process knows, and Ctrl-C; those defined last first."""
-    waiting: list[type[BaseException]] = [Exception]
-    yield KeyboardInterrupt
-    while waiting:
-        kind = waiting.pop()
-        yield kind
-        waiting += kind.__subclasses__()
-
-
-def _text(plain: dict[str, Any]) -> str:
-    return json.dumps(plain, separators=(",", ":"))
-
-
-def _read(text: str, build: Callable[[Any], Any]) -> Any:
-    try:
-        return build(json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{text[:200]!r} cannot be understood ({error})") from error
+                twin = kind.__new__(kind, *candidate)  # its own constructor may want anything
+                twin.args = tuple(candidate)
+                if type(twin) is kind and str(twin) == said:
+                    twin.__cause__ = error
+                    return twin
+    return error

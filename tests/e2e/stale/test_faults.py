@@ -68,12 +68,6 @@ def test_the_others_go_on_without_one_that_dies_on_its_way_to_the_new_group(tmp_
         assert f"rank {rank} died" in ended.said[0], ended.said[0]
 
 
-def test_started_by_rank_0_everybody_ends_without_it(tmp_path: Path) -> None:
-    ended = launch(tmp_path, fault=["kill", 0])
-    assert ended.code == [-9] and (tmp_path / "happened").exists(), ended.screens
-    assert not (tmp_path / "parent0.json").exists()
-
-
 def test_a_death_inside_a_collective_ends_everybody_soon(tmp_path: Path) -> None:
     """The one moment at which a death is not survived: between the ranks' meeting and the end of torch's collective.
 
@@ -100,40 +94,7 @@ def test_nobody_waits_for_a_stopped_worker_and_it_comes_back(tmp_path: Path) -> 
     assert max(at for at, _ in ended.ranks[1]["batches"]) > woken
 
 
-@pytest.mark.long
-def test_a_rank_that_is_stopped_for_too_long_is_left_behind_and_told(tmp_path: Path) -> None:
-    """The others come to the end of the training without it; it wakes after that."""
-    ended = launch_externally(tmp_path, fault=["stop for long", 1], at=[1, 3], liveness_s=0.4)
-    assert ended.code == [0, 1, 0], ended.screens
-    ended.finished(STEPS, [0, 2])
-    assert "rank 1 was left behind (no sign of life for 4.8 s" in ended.said[0], ended.said[0]
-    assert "LeftBehindError: rank 1 was left behind: no sign of life for 4.8 s" in ended.said[1], ended.said[1]
-
-
-@pytest.mark.long
-def test_one_that_is_stopped_for_ever_does_not_keep_the_launcher_waiting(tmp_path: Path) -> None:
-    ended = launch(tmp_path, start="fork", fault=["stop for ever", 1], at=[1, 3], liveness_s=0.4)
-    assert ended.code == [0], ended.screens
-    ended.finished(STEPS, [0, 2])
-
-
 # ---- the server dies, a rank fails: everybody ends, with the cause --------------------------------------------
-
-
-def test_a_killed_server_ends_every_rank_and_the_checkpoint_resumes(tmp_path: Path) -> None:
-    ended = launch_externally(tmp_path, fault=["kill the server", 0], at=[1, 3], save=True)
-    assert all(code > 0 for code in ended.code), (ended.code, ended.screens)
-    assert seconds_after(tmp_path, ended) < 15.0
-    assert not ended.ranks
-    for screen in ended.said:
-        assert "ServerLostError" in screen and "parameter server" in screen, screen
-    saved = sorted((tmp_path / "saved").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-    newest = int(saved[-1].stem.split("=")[1])  # the other ranks may have gone on while this one was busy
-    assert 8 <= newest < STEPS and newest % 4 == 0
-    resumed = launch(tmp_path, start="fork", resume=str(saved[-1]))
-    assert resumed.code == [0], resumed.screens
-    resumed.finished(STEPS, [0, 1, 2])
-    assert min(step for rank in range(3) for _, step in resumed.ranks[rank]["batches"]) > newest
 
 
 def test_an_exception_on_one_rank_is_on_every_screen(tmp_path: Path) -> None:

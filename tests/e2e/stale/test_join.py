@@ -44,12 +44,6 @@ class Gated(script.Faults):
         if trainer.global_rank == ASKED["keeper"]:
             pass_gate(f"end {trainer.current_epoch}")
 
-    def on_load_checkpoint(self, trainer, module, checkpoint):
-        end = {"kill while loading": signal.SIGKILL, "stop while loading": signal.SIGSTOP}
-        if (ASKED["fault"] or [""])[0] in end:
-            (FOLDER / "loads").write_text(str(time.time()))
-            os.kill(os.getpid(), end[ASKED["fault"][0]])
-
 
 def killed(*_):
     (FOLDER / "invited").write_text(str(time.time()))
@@ -126,52 +120,6 @@ class Crew:
         return (self.folder / f"said {name}").read_text()
 
 
-@pytest.mark.long
-def test_a_rank_comes_again_and_again(tmp_path: Path) -> None:
-    """Before its death was noticed; then once dies while it loads; then comes a third time and stays."""
-    crew = Crew(tmp_path, epochs=7)
-    crew.start("zero", 0, "start 1", "end 1", "end 3", "end 4")
-    crew.start("one", 1)
-    crew.start("two", 2, fault=["kill", 2], at=[1, 0])
-    crew.start("again a", 2, fault=["kill", 2], at=[3, 0])
-    crew.start("again b", 2, fault=["kill while loading", 2])
-    crew.start("again c", 2)
-
-    crew.at("start 1")
-    crew.ended("two")
-    crew.go("again a")
-    crew.asks(2)  # in torch's own store: nobody has noticed yet
-    crew.go("start 1")
-    crew.at("end 1")
-    crew.asks(2)  # in the store that took its place
-    crew.go("end 1")
-
-    crew.ended("again a")
-    crew.go("again b")
-    crew.at("end 3")
-    crew.asks(2)
-    crew.go("end 3")
-
-    crew.ended("again b")
-    crew.go("again c")
-    crew.at("end 4")
-    crew.asks(2)
-    crew.go("end 4")
-
-    codes = crew.end()
-    expected = {"zero": 0, "one": 0, "two": -9, "again a": -9, "again b": -9, "again c": 0}
-    assert codes == expected, crew.left.screens
-    crew.left.finished(7 * TICKS, [0, 1, 2])
-    rank_0, rank_2 = (crew.left.ranks[r]["batches"] for r in (0, 2))
-    assert min(step for _, step in rank_2) == 5 * TICKS + 1 and len(rank_2) == 2 * TICKS
-    assert [step for _, step in rank_0] == list(range(1, 7 * TICKS + 1))
-    # nobody waited long for the one that died while loading: for a timeout it would be 60 s
-    loads_s = float((tmp_path / "loads").read_text())
-    assert min(at_s for at_s, _ in rank_0 if at_s > loads_s) - loads_s < 20.0
-    for text in ("rank 2 has joined in epoch 2", "rank 2 wanted to join and did not", "rank 2 has joined in epoch 5"):
-        assert text in crew.said("zero"), crew.said("zero")
-
-
 def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -> None:
     crew = Crew(tmp_path, epochs=5, transport="pairs")
     crew.start("zero", 0, "end 0", "end 1", "end 4")
@@ -212,38 +160,6 @@ def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -
     assert min(at_s for at_s, _ in crew.left.ranks[0]["batches"] if at_s > gone_s) - gone_s < COME_S / 2
     assert "rank 2 wanted to join and did not come" in crew.said("zero")
     assert "the run that rank 2 wanted to join ended before it was let in" in crew.said("again late")
-    assert "Error" not in crew.said("zero") + crew.said("again one")
-
-
-@pytest.mark.long
-def test_of_two_that_come_again_at_once_one_falls_silent_and_the_other_trains(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, epochs=4, liveness_s=0.5)
-    crew.start("zero", 0, "end 0", "end 1")
-    crew.start("one", 1, fault=["kill", 1], at=[0, 1])
-    crew.start("two", 2, fault=["kill", 2], at=[0, 1])
-    crew.start("again one", 1)
-    crew.start("again two", 2, fault=["stop while loading", 2])
-
-    crew.ended("one")
-    crew.ended("two")
-    crew.at("end 0")
-    crew.go("again one")
-    crew.go("again two")
-    crew.go("end 0")
-    crew.at("end 1")
-    crew.asks(1)
-    crew.asks(2)
-    crew.go("end 1")
-    crew.ended("again one")
-    crew.processes["again two"].kill()
-
-    codes = crew.end()
-    assert codes == {"zero": 0, "one": -9, "two": -9, "again one": 0, "again two": -9}, crew.left.screens
-    crew.left.finished(4 * TICKS, [0, 1])
-    silent_s = float((tmp_path / "loads").read_text())
-    assert min(at_s for at_s, _ in crew.left.ranks[0]["batches"] if at_s > silent_s) - silent_s < 20.0
-    assert "rank 2 wanted to join and did not come: rank 2 died or fell silent" in crew.said("zero")
-    assert "rank 1 has joined in epoch 2" in crew.said("zero")
     assert "Error" not in crew.said("zero") + crew.said("again one")
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_hetero.pipeline.fit.plan import planning
-from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
+from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN
 from lightning_hetero.types import AffineCost, LayerCost
 from tests.gpu.kit import SIMULATED, card_trainer, of_kernels, weights
 from tests.gpu.ranks import run_card_ranks
@@ -55,8 +56,8 @@ def test_layers_are_profiled_with_events() -> None:
     x = torch.randn(512, 1024, device="cuda", requires_grad=True)
     no_time = AffineCost(fixed_s=0.0, per_sample_s=0.0)
     free = LayerCost(name="", forward=no_time, backward=no_time)
-    examples = {n: Example(x[:n].detach().requires_grad_()) for n in (128, 512)}
-    model = profile_on_device(layers, examples, names=list("abc"), before=free, head=free)
+    examples = {n: (PLAIN, x[:n].detach().requires_grad_()) for n in (128, 512)}
+    model = profile_on_device(layers, examples, names=list("abc"), before=free, head=free, device=x.device, copies={})
     seconds = [layer.forward.seconds(512) for layer in model.layers]
     assert all(s > 0 for s in seconds)
     assert seconds[1] > 1.5 * seconds[0]  # four times the work

@@ -22,7 +22,7 @@ from lightning_hetero import (
 from lightning_hetero.predictors import PredictorName
 from lightning_hetero.stale.decide import policy
 from lightning_hetero.stale.decide.policy import PolicyName
-from lightning_hetero.stale.runtime.memory import layout
+from lightning_hetero.stale.runtime import layout
 
 ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy]
 

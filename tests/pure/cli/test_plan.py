@@ -56,7 +56,7 @@ def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
     assert {e.engine for e in found.estimates} == {"ddp", "balanced"}
     (change,) = changes
     title, other = change
-    assert title == "speed 1: 2" and other.estimates[-1].step_s < found.estimates[-1].step_s
+    assert title == "speed {1:2}" and other.estimates[-1].step_s < found.estimates[-1].step_s
     given = asked(f"run={tmp_path}", "exchange_s=0.5", "what_if=[]")
     setup, _ = read_setup(given)
     assert setup.exchange_s == 0.5 and answer(setup, given)[1] == []
@@ -77,7 +77,7 @@ def test_what_cannot_train_is_in_the_table() -> None:
         ([FORMULA, "cluster=equal4"], "global_batch=null: no loader tells it"),
         ([FORMULA, "cluster=equal4", "global_batch=8", "prices=[1]"], "prices has 1 entries"),
         ([FORMULA, "cluster=equal4", "global_batch=8", "prices=cheap"], "prices='cheap' must be"),
-        (["run=nowhere"], "no trace at nowhere"),
+        (["run=nowhere"], "no trace in nowhere"),
         (["module=no.such:Thing", "cluster=equal4"], "module='no.such:Thing' cannot be imported"),
         (["module=pathlib:Path", "cluster=equal4"], "it must be a LightningModule"),
         (["module=lightning_hetero.demo:DigitsCNN", "datamodule=pathlib:Path"], "it must be a LightningDataModule"),

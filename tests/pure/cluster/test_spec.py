@@ -19,7 +19,7 @@ from lightning_hetero.cluster import (
     describe_cluster,
     equal_cluster,
     override_cluster,
-)
+)  # fmt: skip
 from lightning_hetero.cluster.units import as_bytes, as_rate, as_seconds, bytes_text, rate_text, seconds_text
 from lightning_hetero.types import Cluster, Device, Link
 
@@ -42,52 +42,30 @@ def waits(cluster: Cluster) -> list[list[float]]:
 # ---- units -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("read", "value", "expected"),
-    [
-        (as_bytes, "24 GiB", 24 * GIB),
-        (as_bytes, "2.0 GB", 2e9),
-        (as_bytes, "512MiB", 512 * 2.0**20),
-        (as_bytes, "1e9", 1e9),  # YAML 1.1 hands this over as text
-        (as_bytes, 4096, 4096.0),
-        (as_bytes, None, math.inf),
-        (as_rate, "25 Gbit/s", 3.125e9),
-        (as_rate, "100 Mbps", 12.5e6),
-        (as_rate, "3 GB/s", 3e9),
-        (as_rate, "1 GiB/s", GIB),
-        (as_rate, "inf", math.inf),
-        (as_rate, None, math.inf),
-        (as_seconds, "50 us", 50e-6),
-        (as_seconds, "50 µs", 50e-6),  # the micro sign
-        (as_seconds, "50 μs", 50e-6),  # the Greek letter
-        (as_seconds, ".2 ms", 2e-4),
-        (as_seconds, 0, 0.0),
-    ],
-)
-def test_quantities_are_read(read: Any, value: Any, expected: float) -> None:
-    assert read("x", value) == pytest.approx(expected, rel=1e-15)
+READ = [
+    (as_bytes, {"24 GiB": 24 * GIB, "2.0 GB": 2e9, "512MiB": 512 * 2.0**20, "1e9": 1e9, 4096: 4096.0, None: math.inf}),
+    (as_rate, {"25 Gbit/s": 3.125e9, "100 Mbps": 12.5e6, "3 GB/s": 3e9, "1 GiB/s": GIB, "inf": math.inf}),
+    # µ is the micro sign, μ the Greek letter.
+    (as_seconds, {"50 us": 50e-6, "50 \u00b5s": 50e-6, "50 \u03bcs": 50e-6, ".2 ms": 2e-4, 0: 0.0}),
+]
+REFUSED = [
+    (as_bytes, ["24 gib", 0, "-1 GiB", True, "24 Gbit/s"], "must be a size > 0 such as"),
+    (as_rate, ["10 Gb/s", "fast"], 'must be a bandwidth > 0 such as "25 Gbit/s", "3 GB/s"'),  # bits or bytes?
+    (as_seconds, [-1e-6, "inf", None, [1]], "must be a time >= 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("read", "value", "words"),
-    [
-        (as_bytes, "24 gib", "must be a size > 0 such as"),
-        (as_bytes, 0, "must be a size > 0"),
-        (as_bytes, "-1 GiB", "must be a size > 0"),
-        (as_bytes, "24 Gbit/s", "units: B, kB"),
-        (as_bytes, True, "must be a size"),
-        (as_rate, "10 Gb/s", '"25 Gbit/s", "3 GB/s"'),  # bits or bytes: nobody knows
-        (as_rate, "fast", "must be a bandwidth"),
-        (as_seconds, -1e-6, "must be a time >= 0"),
-        (as_seconds, "inf", "must be a time >= 0"),
-        (as_seconds, None, "must be a time >= 0"),
-        (as_seconds, [1], "must be a time >= 0"),
-    ],
-)
-def test_wrong_quantities_are_refused_with_what_is_allowed(read: Any, value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        read("links[2].x", value)
-    assert "links[2].x=" in str(caught.value) and repr(value) in str(caught.value)
+@pytest.mark.parametrize(("read", "expected"), READ)
+def test_quantities_are_read(read: Any, expected: dict[Any, float]) -> None:
+    assert {value: read("x", value) for value in expected} == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(("read", "values", "words"), REFUSED)
+def test_wrong_quantities_are_refused_with_what_is_allowed(read: Any, values: list[Any], words: str) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            read("links[2].x", value)
+        assert f"links[2].x={value!r}" in str(caught.value)
 
 
 @given(st.floats(1.0, 1e14))
@@ -138,14 +116,11 @@ def test_nodes_repeat_with_their_own_link_inside_and_the_outer_one_between() -> 
         "box:0/gpu:0", "box:0/gpu:1", "box:1/gpu:0", "box:1/gpu:1", "node:0/device:0", "node:0/device:1",
     ]  # fmt: skip
     inf, i, o = math.inf, 100.0, 10.0
-    assert rates(cluster) == [
-        [inf, i, o, o, o, o],
-        [i, inf, o, o, o, o],
-        [o, o, inf, i, o, o],
-        [o, o, i, inf, o, o],
-        [o, o, o, o, inf, o],  # no link of its own inside: the outer one
-        [o, o, o, o, o, inf],
-    ]
+    # The last node has no link of its own inside: the outer one.
+    expected = [[o] * a + [inf] + [o] * (5 - a) for a in range(6)]
+    for a, b in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        expected[a][b] = i
+    assert rates(cluster) == expected
     assert waits(cluster)[0] == [0.0, 1.0, 5.0, 5.0, 5.0, 5.0]
 
 
@@ -246,9 +221,7 @@ links = st.builds(
     bandwidth_bytes_per_s=above_0 | st.just(math.inf),
     latency_s=st.floats(0.0, allow_nan=False, allow_infinity=False),
 )
-devices = st.builds(
-    Device, name=st.text(min_size=1), speed=above_0, mem_bytes=above_0 | st.just(math.inf)
-)
+devices = st.builds(Device, name=st.text(min_size=1), speed=above_0, mem_bytes=above_0 | st.just(math.inf))
 
 
 @st.composite

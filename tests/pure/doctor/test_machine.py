@@ -117,7 +117,7 @@ def test_an_old_card_is_told_of_an_older_wheel_and_a_new_one_of_a_newer() -> Non
 
 
 def test_shared_memory_is_wanted_for_the_slots_of_all_ranks() -> None:
-    docker = changed(BOX, shm_bytes=64 * 2.0**20, shm_free_bytes=64 * 2.0**20)
+    docker = changed(BOX, shm_bytes=2.0**26, shm_free_bytes=2.0**26)
     (found,) = host.shared_memory(docker)
     assert found.level == "warn" and "64 MiB of 64 MiB free" in found.text and "--shm-size=1g" in found.advice
     large = changed(BOX, param_bytes=8 * GIB)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.federated.runtime.averaging import add_proximal_
+from lightning_hetero.federated.runtime.averaging import add_proximal_, complete, kept_states
 from lightning_hetero.federated.runtime.server import FedAdam, FedAvgM, server_by_name
-from lightning_hetero.federated.runtime.states import complete, kept_states
 
 
 def tensors(*values: float) -> list[Tensor]:
@@ -75,7 +74,7 @@ def test_states_are_listed_alike_and_missing_ones_are_zeros() -> None:
     parameter = one.param_groups[0]["params"][1]
     assert float(one.state[parameter]["step"]) == 0.0 and not one.state[parameter]["exp_avg"].any()
     one.step()  # goes on with it
-    assert kept_states([stepped(torch.optim.SGD)]) == []
+    assert kept_states([stepped(torch.optim.SGD)]) == {}
 
 
 def test_what_has_no_average_is_refused_by_name() -> None:

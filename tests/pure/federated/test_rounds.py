@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.federated.decide.rounds import (
-    Client,
     ClientRow,
     Course,
     RoundPlan,
@@ -32,19 +31,23 @@ def walk(courses: list[Course], plan: RoundPlan, chosen: frozenset[int]) -> tupl
     """Returns the batches each rank trains in, and those behind which all meet."""
     trained: list[list[int]] = [[] for _ in courses]
     meetings: list[int] = []
-    last = courses[0].batches - 1
-    for slot in range(last + 1):
+    for batch in range(courses[0].last + 1):
         ends = set()
         for rank, course in enumerate(courses):
-            if course.trains(slot, plan, chosen):
-                trained[rank].append(slot)
-            ends.add(course.ends_round(slot, plan, last))
+            course.batch = batch
+            if rank in chosen and course.trains(plan):
+                trained[rank].append(batch)
+            ends.add(course.ends_round(plan))
         assert len(ends) == 1, "some ranks meet and others do not"
         if ends.pop():
-            meetings.append(slot)
+            meetings.append(batch)
             for course in courses:
-                course.began = slot + 1
+                course.began = batch + 1
     return trained, meetings
+
+
+def courses_of(batches: list[int], *, again: bool, accumulate: int = 1) -> list[Course]:
+    return [Course(r, own, max(batches), again=again, accumulate=accumulate) for r, own in enumerate(batches)]
 
 
 @given(
@@ -57,12 +60,10 @@ def walk(courses: list[Course], plan: RoundPlan, chosen: frozenset[int]) -> tupl
 def test_all_ranks_meet_behind_the_same_slots_and_the_last(
     batches: list[int], tau: int, accumulate: int, again: bool, data: st.DataObject
 ) -> None:
-    clients = [Client(4 * n, 4, n) for n in batches]
-    steps = data.draw(st.lists(st.integers(1, tau), min_size=len(clients), max_size=len(clients)))
-    plan = plan_of(*steps)
-    courses = [Course(r, clients, again=again, accumulate=accumulate) for r in range(len(clients))]
-    trained, meetings = walk(courses, plan, frozenset(range(len(clients))))
-    assert courses[0].batches == max(batches) and meetings[-1] == max(batches) - 1
+    steps = data.draw(st.lists(st.integers(1, tau), min_size=len(batches), max_size=len(batches)))
+    courses = courses_of(batches, again=again, accumulate=accumulate)
+    trained, meetings = walk(courses, plan_of(*steps), frozenset(range(len(batches))))
+    assert meetings[-1] == max(batches) - 1
     gaps = [b - a for a, b in zip([-1, *meetings], meetings, strict=False)]
     assert all(gap == accumulate * max(steps) for gap in gaps[:-1])
     for rank, slots in enumerate(trained):
@@ -74,23 +75,23 @@ def test_all_ranks_meet_behind_the_same_slots_and_the_last(
 
 
 def test_a_rank_whose_data_are_through_rests_or_begins_again() -> None:
-    clients = [Client(20, 4, 5), Client(8, 4, 2)]
     plan, all_of = plan_of(2, 2), frozenset({0, 1})
-    rest, meetings = walk([Course(r, clients, again=False) for r in range(2)], plan, all_of)
+    rest, meetings = walk(courses_of([5, 2], again=False), plan, all_of)
     assert rest == [[0, 1, 2, 3, 4], [0, 1]] and meetings == [1, 3, 4]
-    again, _ = walk([Course(r, clients, again=True) for r in range(2)], plan, all_of)
+    again, _ = walk(courses_of([5, 2], again=True), plan, all_of)
     assert again == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_a_rank_that_is_not_chosen_rests_and_one_with_fewer_steps_waits() -> None:
-    clients = [Client(24, 4, 6)] * 3
-    trained, meetings = walk([Course(r, clients, again=True) for r in range(3)], plan_of(3, 1, 3), frozenset({0, 1}))
+    trained, meetings = walk(courses_of([6, 6, 6], again=True), plan_of(3, 1, 3), frozenset({0, 1}))
     assert trained == [[0, 1, 2, 3, 4, 5], [0, 3], []] and meetings == [2, 5]
 
 
-def test_lightning_counts_a_step_behind_each_window_and_the_last_slot() -> None:
-    course = Course(0, [Client(20, 4, 5)], again=True, accumulate=2)
-    assert [course.steps_after(slot, 4) for slot in range(5)] == [False, True, False, True, True]
+def test_lightning_counts_a_step_behind_each_window_and_the_last_batch() -> None:
+    course, ends = Course(0, 5, 5, again=True, accumulate=2), []
+    for course.batch in range(5):
+        ends.append(course.ends_step)
+    assert ends == [False, True, False, True, True]
 
 
 @given(world=st.integers(1, 20), part=st.floats(0.01, 1.0), seed=st.integers(0, 99))
@@ -136,9 +137,3 @@ def test_a_rank_that_is_not_there_has_a_row_of_zeros_and_its_own_column() -> Non
     assert metrics["clients"] == 2.0 and metrics["weight/rank1"] == 0.0 and metrics["weight/rank2"] == 0.75
     assert spread((7, 9), (0, 2), 4) == (7, 0, 9, 0)
     assert "{0: (1, 3), 2: (1, 4)}" in (disagreement([rows[0], rows[1]._replace(batch=4.0)], (0, 2)) or "")
-
-
-def test_an_epoch_stays_as_long_when_the_rank_with_most_data_is_lost() -> None:
-    course = Course(1, [Client(20, 4, 5), Client(40, 4, 10)], again=True, batches=10)
-    course.rank = 0
-    assert course.batches == 10 and course.trains(9, plan_of(10), frozenset({0}))

@@ -14,6 +14,13 @@ from lightning_hetero.pipeline.decide.schedule import Kind, Operation, PipelineT
 PRIORITIES = ("HFB", "HBF", "FHB", "FBH", "BHF", "BFH")
 
 
+def token(op: Operation) -> str:
+    """An operation in words: ``F3``, ``a3>2``, ``g3<1``."""
+    if op.what is None:
+        return f"{op.kind.value}{op.micro_batch}"
+    return f"{op.what.value}{op.micro_batch}{op.kind.value}{op.peer}"
+
+
 @st.composite
 def pipelines(
     draw: st.DrawFn,

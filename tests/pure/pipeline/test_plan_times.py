@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -117,23 +117,3 @@ def test_times_by_hand() -> None:
     assert times.link_backward_s == ((pytest.approx(3.2), pytest.approx(2.2)),)
     assert times.loop_forward_s == (pytest.approx(7.2), pytest.approx(4.2))  # 1 -> 2, 30 bytes per sample
     assert times.loop_backward_s == (pytest.approx(8.1), pytest.approx(5.1))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ranks": (0, 7)}, "ranks=.0, 7. must be one or more different ranks of 0 to 4"),
-        ({"ranks": (0, 0)}, "different ranks"),
-        ({"cuts": (0, 2)}, "cuts=.0, 2. must be 3 strictly increasing numbers from 0 to 2"),
-        ({"micro_batches": ()}, "micro_batches=.. must be one or more"),
-        ({"micro_batches": (2, 0)}, "numbers >= 1"),
-    ],
-)
-def test_malformed_groups_are_refused(change: dict[str, Any], message: str) -> None:
-    free = AffineCost(fixed_s=0.0, per_sample_s=1.0)
-    layer = LayerCost(name="", forward=free, backward=free)
-    model = ModelCost(layers=(layer,) * 2, before=layer, head=layer)
-    cluster = Cluster(devices=tuple(Device(name="") for _ in range(5)), links=((Link(),) * 5,) * 5)
-    group = GroupPlan(ranks=(0, 1), cuts=(0, 1, 2), samples=2, micro_batches=(2,), depths=())
-    with pytest.raises(ValueError, match=message):
-        times_of(model, cluster, replace(group, **change))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.pipeline.schedules import fill_s, lower_bound_s, model_s, one_f_one_b, per_link, proportional
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate, makespan_s, modelled
 from lightning_hetero.pipeline.decide.schedule import Kind, Operation, PipelineTimes, What, route
-from tests.pure.pipeline.schedule_kit import execute, in_flight, pipelines, policies, tick_by_tick
+from tests.pure.pipeline.schedule_kit import execute, in_flight, pipelines, policies, tick_by_tick, token
 
 # ---- whatever the times --------------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ def drawn(times: PipelineTimes, policy: SchedulePolicy) -> str:
     for row, computations in zip(table, timeline.devices, strict=True):
         for op, start, end in computations:
             row[round(start) : round(end)] = ["-"] * round(end - start)
-            row[round(start)] = op.token(with_stage=False)
+            row[round(start)] = token(op)
     return "\n" + "\n".join(" ".join(cell.ljust(2) for cell in row).rstrip() for row in table) + "\n"
 
 
@@ -134,39 +133,9 @@ def test_pictures(times: PipelineTimes, policy: object, picture: str) -> None:
 def test_the_operations_of_a_pipeline() -> None:
     times = proportional([1.0] * 2, forward_s=[1.0] * 3, backward_s=[1.0] * 3, head_s=(0.5, 0.5))
     schedule = generate(times, per_link(times))
-    assert [" ".join(op.token(with_stage=False) for op in row) for row in schedule.operations] == [
+    assert [" ".join(token(op) for op in row) for row in schedule.operations] == [
         "F0 a0>1 F1 a1>1 a0<2 H0 g0>2 a1<2 H1 g1>2 g0<1 B0 g1<1 B1",
         "a0<0 F0 a0>2 a1<0 F1 a1>2 g0<2 B0 g0>0 g1<2 B1 g1>0",
         "a0<1 F0 a0>0 a1<1 F1 a1>0 g0<0 B0 g0>1 g1<0 B1 g1>1",
     ]
     assert schedule.operations[0][6] == Operation(Kind.SEND, 3, 0, What.GRADIENT, 2)
-
-
-# ---- what is refused -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"forward_s": ((),)}, "at least one stage and one micro-batch"),
-        ({"forward_s": ((1.0,), (1.0, 2.0))}, r"forward_s\[1\] has 2 times, but there are 1 micro-batches"),
-        ({"link_forward_s": ((1.0,), (1.0,))}, "link_forward_s has 2 rows, need 1"),
-        ({"loop_forward_s": (1.0, 1.0)}, "loop_forward_s has 2 times"),
-        ({"backward_s": ((1.0,), (float("nan"),))}, r"backward_s\[1\]\[0\]=nan must be a finite number >= 0"),
-        ({"devices": (0, 2)}, "none left out"),
-        ({"devices": (1, 0)}, "leader's 0 first"),
-    ],
-)
-def test_times_that_are_no_pipeline(fields: dict[str, object], message: str) -> None:
-    good = PipelineTimes(forward_s=((1.0,), (1.0,)))
-    with pytest.raises(ValueError, match=message):
-        replace(good, **fields)  # type: ignore[arg-type]
-
-
-def test_a_policy_that_is_none_or_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"depths\[1\]=0 must be a whole number >= 1"):
-        SchedulePolicy(depths=(1, 0))
-    with pytest.raises(ValueError, match="must name H, F and B once each"):
-        SchedulePolicy(depths=(1,), priority="HF")
-    with pytest.raises(ValueError, match="1 depths, but the pipeline has 2 stages"):
-        generate(PipelineTimes(forward_s=((1.0,), (1.0,))), SchedulePolicy(depths=(1,)))

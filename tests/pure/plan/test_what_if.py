@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hetero.plan.parallel import ddp
 from lightning_hetero.plan.what_if import changed, usual_changes
-from lightning_hetero.types import AffineCost, SaturatingCost
+from lightning_hetero.types import AffineCost
 from tests.pure.plan.kit import layered, lines
 
 pytestmark = pytest.mark.pure
@@ -42,9 +42,6 @@ def test_a_device_more_is_linked_as_badly_as_any_unless_said() -> None:
 def test_a_device_more_costs_by_its_speed_where_only_lines_are_known() -> None:
     _, other = changed(lines((1.0, 0.5)), {"add": {"speed": 2.0}})
     assert other.costs[2] == AffineCost(fixed_s=0.0, per_sample_s=1.5e-3)
-    curve = SaturatingCost(floor_s=1.0, fixed_s=0.0, per_sample_s=1.0)
-    with pytest.raises(ValueError, match=r"what_if\.add needs a model, or costs that are lines"):
-        changed(lines((1.0,), costs=(curve,)), {"add": {"speed": 2.0}})
 
 
 def test_links_batch_speed_and_price() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero.report.run import RecordedRun, run_of
+from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.types import Event
 
 Told = tuple[float, float, float]

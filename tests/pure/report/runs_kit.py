@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetero.report.run import RecordedRun, run_of
+from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import decision, opened, run_with
 from tests.pure.report.stages_kit import pipeline_run

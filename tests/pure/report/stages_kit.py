@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.pipeline.decide.costs import model_to_plain
-from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import (
     AffineCost,

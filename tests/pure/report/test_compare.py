@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_hetero.record.run import run_of
 from lightning_hetero.report.page.engine_views import compared, per_sample_s
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import run_of
 from tests.pure.report.kit import events_of, opened, run_with
 
 SLOW, QUICK = [[(8, 1.0, 2.0), (8, 3.0, 0.0)]] * 4, [[(11, 2.0, 0.0), (5, 2.0, 0.0)]] * 4

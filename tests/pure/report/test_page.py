@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.page.build import page_of
-from lightning_hetero.report.run import RecordedRun
 from tests.pure.report.kit import run_with
 from tests.pure.report.runs_kit import RUNS, SHOWN, balanced_run, stale_run
 

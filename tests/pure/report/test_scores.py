@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.report.run import run_of
+from lightning_hetero.record.run import run_of
 from lightning_hetero.report.scores import scores_of
 from tests.pure.report.kit import events_of, run_with
 

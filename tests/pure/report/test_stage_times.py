@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.report.spent import StepStage, StepStages, outliers_of
 from lightning_hetero.report.verdict import stage_answer, stage_names
 from lightning_hetero.types import Event
 from tests.pure.report.kit import events_of, opened, run_with
-from tests.pure.report.runs_kit import RUNS, stale_run
+from tests.pure.report.runs_kit import RUNS
 from tests.pure.report.stages_kit import pipeline_run
 
 KINDS = ("work", "exchange", "waiting", "between")
@@ -114,15 +114,6 @@ def seconds_of(times: StepStages | None) -> dict[str, tuple[float, ...]]:
     return {stage.kind: stage.seconds for stage in times.stages}
 
 
-def test_a_slow_rank_of_stock_ddp() -> None:
-    found = stage_times_of(RUNS["ddp"])
-    assert seconds_of(found) == {
-        "work": (1.5, 3.0), "exchange": pytest.approx((0.05, 0.05)), "waiting": pytest.approx((1.5, 0.0))
-    }  # fmt: skip
-    assert answer_of("ddp") == "Rank 1 is slow in own work (2.0 times the median)."
-    assert stage_times_of(RUNS["one rank"]) is None and stage_times_of(RUNS["no work measured"]) is None
-
-
 def test_slow_loading_is_no_exchange_and_is_told_from_slow_work() -> None:
     """Rank 1 comes a second late, out of its loader; rank 0 waits for it in the exchange, which takes 0.1 s."""
     steps = [[(8, 1.0, 1.1), (8, 1.0, 0.1)]] * 20
@@ -151,12 +142,6 @@ def test_a_rank_at_rest_has_no_times() -> None:
     found = stage_times_of(run_with([[(8, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.0, 1.0)]] * 10, engine="balanced"))
     assert [math.isnan(seconds) for seconds in seconds_of(found)["work"]] == [False, False, True]
     assert found is not None and outliers_of(found) == []
-
-
-def test_the_least_that_any_rank_sees_of_the_server_is_the_servers() -> None:
-    found = stage_times_of(stale_run())
-    assert seconds_of(found)["exchange"] == pytest.approx((0.2, 0.2))
-    assert seconds_of(found)["waiting"] == pytest.approx((0.0, 0.1))
 
 
 def test_a_federated_meeting_is_told_by_the_step_behind_it() -> None:

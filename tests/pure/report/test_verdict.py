@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.report.verdict import Verdict, verdict_of
 from tests.pure.report.kit import opened, run_with
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.report.spent import Spent, spent_in, waiting_of
+from lightning_hetero.report.spent import Spent, waiting_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import run_with
 
@@ -36,7 +36,7 @@ def test_in_a_pipeline_all_but_work_and_the_planned_synchronisation_is_idle() ->
     plan = {"plan": {"groups": [{"ranks": [0, 1], "cuts": [0, 1, 2]}], "sync_s": 0.25}}
     run = run_with(STEPS[:1], [Event(kind="plan", rank=0, epoch=0, step=0, t_s=0.0, data=plan)], engine="pipeline")
     assert run.staged
-    assert spent_in(run, run.steps[0], 0.0) == {
+    assert waiting_of(run).ranks == {
         0: Spent(compute_s=1.0, exchange_s=0.25, idle_s=1.25),
         1: Spent(compute_s=2.0, exchange_s=0.25, idle_s=0.25),
     }
@@ -45,7 +45,7 @@ def test_in_a_pipeline_all_but_work_and_the_planned_synchronisation_is_idle() ->
 def test_a_rank_at_rest_waits_for_nobody() -> None:
     """Rank 1 computes a dummy for half a second while rank 0 works for two."""
     run = run_with([[(16, 2.0, 0.5), (0, 0.5, 2.0)]], engine="balanced")
-    assert spent_in(run, run.steps[0], 0.0)[1] == Spent(compute_s=0.5, exchange_s=0.5, rest_s=1.5)
+    assert waiting_of(run).ranks[1] == Spent(compute_s=0.5, exchange_s=0.5, rest_s=1.5)
     assert waiting_of(run).waited == 0.0 and waiting_of(run).total.total_s == 5.0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import pipeline_of
-from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.report.what_if import Alternatives, alternatives_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import run_with

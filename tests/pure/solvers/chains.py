@@ -25,9 +25,9 @@ LATENCIES = [0.0, 0.0, 0.5, 0.1]
 
 @st.composite
 def chains(
-    draw: st.DrawFn, *, link: str = "overlap", capped: bool = False, depth: str = "per_link", most: int = 4
+    draw: st.DrawFn, *, link: str = "any", capped: bool = False, depth: str = "per_link", most: int = 4
 ) -> DeviceChain:
-    """Up to ``most`` devices and 8 layers; ``link``: ``overlap``, ``blocking`` or ``free``.
+    """Up to ``most`` devices and 8 layers; ``link``: ``any`` or ``free``.
 
     Hypothesis draws the size and a seed for the numbers: one draw per number would take longer than the tests.
     """
@@ -58,12 +58,9 @@ def chains(
     return DeviceChain(
         layers=layers,
         devices=[Device(name=f"d{i}", speed=speed, mem_bytes=cap) for i, (speed, cap) in limits],
-        links=[wire() for _ in range(s - 1)],
-        back=[wire() for _ in range(s - 1)],
-        loop=wire(),
-        loop_back=wire(),
+        links=[wire() for _ in range(s)],
+        back=[wire() for _ in range(s)],
         micro_batches=micro_batches,
-        overlap=link != "blocking",
         depth="low_memory" if depth == "low_memory" else "per_link",
     )
 
@@ -90,19 +87,16 @@ def naive(chain: DeviceChain, cuts: Sequence[int]) -> Naive | None:
     stage = [sum(layers.work_s[a:b]) / f for a, b, f in zip(cuts[:-1], cuts[1:], speeds, strict=True)]
     before, head = layers.before_s / speeds[0], layers.head_s / speeds[0]
     size = [layers.cut_bytes[b] for b in cuts[1:]]
-    ahead = [link.seconds(size[i]) for i, link in enumerate([*chain.links, chain.loop])]
-    back = [link.seconds(size[i]) for i, link in enumerate([*chain.back, chain.loop_back])]
+    ahead = [link.seconds(size[i]) for i, link in enumerate(chain.links)]
+    back = [link.seconds(size[i]) for i, link in enumerate(chain.back)]
     if s == 1:
         ahead, back = [0.0], [0.0]
     trip = [a + b for a, b in zip(ahead, back, strict=True)]
     busy = [t + (before + head if i == 0 else 0.0) for i, t in enumerate(stage)]
-    if chain.overlap:
-        wires = ahead + back
-        if s == 2:  # the loop back goes the way of the activations, the loop that of the gradients
-            wires += [ahead[0] + back[1], back[0] + ahead[1]]
-        bottleneck = max(busy + wires)
-    else:  # the link behind, and the one in front: the leader's is the loop
-        bottleneck = max(busy[i] + trip[i] + trip[i - 1] for i in range(s))
+    wires = ahead + back
+    if s == 2:  # the loop back goes the way of the activations, the loop that of the gradients
+        wires += [ahead[0] + back[1], back[0] + ahead[1]]
+    bottleneck = max(busy + wires)
     fill = sum(stage) + before + head + sum(trip)
     rest = [sum(stage[i:]) + sum(trip[i:]) + head + (before if i == 0 else 0.0) for i in range(s)]
     state = [sum(layers.state_bytes[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -120,9 +114,7 @@ def naive(chain: DeviceChain, cuts: Sequence[int]) -> Naive | None:
         for i in reversed(range(s)):
             by_links += 1 + ceil(trip[i], period)
             by_rest = max(ceil(rest[i], period) + 1, by_rest + 1)
-            held[i] = s + 1 - i if not chain.overlap else by_links
-            if chain.overlap and chain.depth == "low_memory":
-                held[i] = min(by_links, by_rest)
+            held[i] = min(by_links, by_rest) if chain.depth == "low_memory" else by_links
         return [min(h, chain.micro_batches) for h in held]
 
     def memory(period: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""Costs of ranks, as Hypothesis draws them: lines, stairs, piecewise lines."""
+"""Costs of ranks, as Hypothesis draws them: lines, and stairs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from benchmarks.planner.published import PiecewiseLinearCost
 from lightning_hetero.types import AffineCost, SaturatingCost
 
 SECONDS = st.one_of(
@@ -38,13 +37,6 @@ class Stairs:
         if in_time == 0:
             return -math.inf
         return math.inf if in_time == len(self.times) else in_time - 1 + self.lie
-
-
-@st.composite
-def piecewise(draw: st.DrawFn) -> PiecewiseLinearCost:
-    knots = draw(st.lists(st.integers(0, 20), min_size=2, max_size=4, unique=True))
-    times = draw(st.lists(SECONDS, min_size=len(knots), max_size=len(knots)))
-    return PiecewiseLinearCost(samples=tuple(map(float, sorted(knots))), seconds_at=tuple(sorted(times)))
 
 
 STAIRS = st.builds(

@@ -90,7 +90,6 @@ def test_a_plan_by_hand() -> None:
     # (1, 3): 30 + 0: 5 s. Device 1 has the last two.
     assert plan.sync_s == pytest.approx(9.0)
     assert plan.total_s == pytest.approx(30.0)
-    assert evaluate_plan(model, cluster, groups, sync_overlap=0.5).total_s == pytest.approx(25.5)
     assert (
         plan.groups[0].depths
         == evaluate_chain(
@@ -172,9 +171,7 @@ def test_within_two_percent_of_brute_force_for_drawn_options(data: st.DataObject
     )
     sizes = sorted(data.draw(st.sets(st.integers(1, case.samples), min_size=1, max_size=3)))
     options: dict[str, Any] = {
-        "overlap": data.draw(st.booleans()),
         "depth": data.draw(st.sampled_from(["per_link", "low_memory"])),
-        "sync_overlap": data.draw(st.sampled_from([0.0, 0.7])),
     }
     best_s, _ = BruteForce(case.model, case.cluster, case.samples, sizes, **options).best()
     plan = place(case.model, case.cluster, case.samples, micro_samples=sizes, **options)
@@ -319,7 +316,6 @@ def test_why_nothing_fits() -> None:
         ({"micro_samples": (0,)}, ValueError, "micro_samples=0"),
         ({"max_groups": 0}, ValueError, "max_groups=0"),
         ({"depth": "deep"}, ValueError, "depth='deep'"),
-        ({"sync_overlap": 1.5}, ValueError, "sync_overlap=1.5"),
         ({"budget": -1}, ValueError, "budget=-1"),
     ],
 )

@@ -30,7 +30,6 @@ def problems(draw: st.DrawFn, most_devices: int = 4) -> Problem:
         case.cluster,
         case.samples,
         tuple(sorted(sizes)),
-        overlap=draw(st.booleans()),
         depth=draw(st.sampled_from(["per_link", "low_memory"])),
     )
 
@@ -68,9 +67,7 @@ def test_the_time_of_a_pipeline_is_that_of_the_best_micro_batches(
                 micro_batches=micro_batches_of(samples, size),
                 depths=(),
             )
-            plan = evaluate_plan(
-                problem.model, problem.cluster, [group], overlap=problem.overlap, depth=problem.depth
-            )
+            plan = evaluate_plan(problem.model, problem.cluster, [group], depth=problem.depth)
             times[min(size, samples)] = plan.total_s
         assert cost.seconds(samples) == pytest.approx(min(times.values()), rel=1e-9)
         if cost.seconds(samples) < math.inf:

@@ -21,10 +21,7 @@ from lightning_hetero.stale.decide.effects import (
 from lightning_hetero.stale.decide.policy import (
     Asp,
     Bsp,
-    Claim,
     Flexible,
-    Grant,
-    Hold,
     Policy,
     Saps,
     Ssp,
@@ -32,7 +29,7 @@ from lightning_hetero.stale.decide.policy import (
 from tests.pure.stale.kit import assigned, assigned_samples, kinds, only, over, started
 
 
-def test_a_stalled_worker_loses_its_lease_but_not_its_welcome() -> None:
+def test_a_stalled_worker_loses_its_assignment_but_not_its_welcome() -> None:
     it = started(Flexible(), workers=2, ends=(8, 16))
     stopped, other = assigned(it.claim(0, 0, 0.0)), assigned(it.claim(1, 0, 0.0))
     assert it.wake_s() == 50.0, "nothing is known: ten times the limit"
@@ -94,22 +91,6 @@ def test_workers_that_are_slower_than_the_limit_are_not_refused_for_ever() -> No
         refused += isinstance(it.push(0, grant.assignment, now, global_step=it.global_step)[0], Refused)
         assert refused < 8
     assert refused >= 1 and it.ledger.arrived == 8
-
-
-class OneByOne(Ssp):
-    def claim(self, claim: Claim) -> Grant | Hold:
-        answer = super().claim(claim)
-        return Grant(samples=1) if isinstance(answer, Grant) else answer
-
-
-def test_a_worker_that_joins_is_not_behind_those_that_were_there() -> None:
-    it = started(OneByOne(bound=1), workers=1, ends=(20, 40))
-    for _ in range(5):
-        it.push(0, assigned(it.claim(0, 0, 0.0)).assignment, 1.0, global_step=0)
-    it.joined(3, 1.0)
-    for _ in range(2):
-        it.push(0, assigned(it.claim(0, 0, 1.0)).assignment, 2.0, global_step=0)
-    assert it.claim(0, 0, 2.0) == [], "from now on it is"
 
 
 # --- second issue ---

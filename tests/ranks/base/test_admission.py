@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.base.elastic import admission, start
+from lightning_hetero.base.elastic import admission
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.base.elastic.members import Members
@@ -103,8 +103,8 @@ class OneRank:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Members 0 and 1 are connected; what takes seconds for a user takes less here."""
-    monkeypatch.setattr(start, "_ASK_S", 0.01)
-    monkeypatch.setattr(start, "_LOOK_S", 0.005)
+    monkeypatch.setattr(admission, "_ASK_S", 0.01)
+    monkeypatch.setattr(admission, "_LOOK_S", 0.005)
     monkeypatch.setattr(admission, "leave_default_group", lambda: None)
     monkeypatch.setattr(admission.compat, "trainer_callbacks", lambda trainer: trainer.callbacks)
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
@@ -229,7 +229,7 @@ def test_newcomers_that_no_member_is_left_for_go_on_alone(run: Run) -> None:
 
 
 def test_a_member_that_falls_silent_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_MEMBER_S", 0.3)
+    monkeypatch.setattr(admission, "_MEMBER_S", 0.3)
     ranks = Ranks(run, asking=(2,))
     left, ready = ranks.member(0), ranks.newcomer(2)
     with run.changed:

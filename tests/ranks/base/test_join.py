@@ -183,7 +183,7 @@ def test_only_ranks_that_somebody_else_started_can_join(
     with monkeypatch.context() as patch:
         patch.delenv("LOCAL_RANK")
         assert Newcomer.find(environment, 2) is None  # Lightning will start the ranks
-    monkeypatch.setenv("LIGHTNING_HETERO_LAUNCHER_PID", "1")
+    monkeypatch.setenv("LIGHTNING_HETERO_LAUNCHER", "1:-1")
     assert Newcomer.find(environment, 2) is None
 
 

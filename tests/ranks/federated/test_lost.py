@@ -51,8 +51,7 @@ class Loses(Plain):
             if self.where == "batch":
                 self.vanish()
             else:
-                parts = [self.cut_off] if self.where == "average" else [averaging.average_, self.cut_off]
-                averaging.average_ = lambda *args: parts.pop(0)(*args)
+                setattr(averaging, "average_" if self.where == "average" else "average_states_", self.cut_off)
         return super().training_step(batch, batch_idx)
 
     def vanish(self) -> None:
@@ -75,7 +74,7 @@ class Loses(Plain):
 
 
 def losing(rank: int, world: int, who: int, where: str, strategy: dict[str, Any], momentum: float, val: bool) -> Any:
-    average_ = averaging.average_
+    average_, average_states_ = averaging.average_, averaging.average_states_
     module = Loses(who, where, momentum)
     made = federated(**{"local_steps": TAU, "min_clients": 2, "liveness_s": LIVENESS_S, **strategy})
     loaders: Any = own(PARTS[rank], BATCH)
@@ -92,7 +91,7 @@ def losing(rank: int, world: int, who: int, where: str, strategy: dict[str, Any]
     except (RemoteFailureError, ServerLostError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     finally:
-        averaging.average_ = average_
+        averaging.average_, averaging.average_states_ = average_, average_states_
         said = [str(one.message) for one in caught if "is left out" in str(one.message)]
     run = {"batches": module.batches, "said": said, "shares": made.shares, "validated": module.validated}
     return error, weights(module), run, os.getpid()

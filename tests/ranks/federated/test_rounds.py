@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hetero import StragglerMonitor
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, Measured
+from lightning_hetero.federated.decide.rounds import RoundPlan
 from lightning_hetero.federated.policy import FedAvg
 from lightning_hetero.shares.policy import ShareDecision
 from tests.ranks.federated.kit import EXACT, Plain, Scripted, by_hand, chunks, data, federated, fit, own
@@ -234,8 +236,10 @@ def test_schedulers_move_with_global_step_on_all_ranks(policy: str) -> None:
 
 
 class ScaledRates(Scripted):
-    def _factors(self) -> tuple[float, ...]:
-        return tuple(size / own for size, own in zip(self.divided, self._own, strict=True))
+    @property
+    def plan(self) -> RoundPlan:
+        plan = super().plan
+        return replace(plan, lr_factors=tuple(size / own for size, own in zip(plan.sizes, self._own, strict=True)))
 
 
 def rates(rank: int, world: int) -> list[float]:

@@ -25,8 +25,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning_hetero.cli.jobs import end_children
 from lightning_hetero.lightning_compat import launchers as launcher
 from lightning_hetero.lightning_compat import process_launchers
-from lightning_hetero.lightning_compat.launchers import TolerantScriptLauncher
-from lightning_hetero.lightning_compat.process_launchers import TolerantProcessLauncher
+from lightning_hetero.lightning_compat.launchers import ScriptLauncher
+from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
 from lightning_hetero.transport.base import LeftBehindError
 from tests import warm
 
@@ -70,9 +70,9 @@ def until(name):
 """
 
 
-def watched(*codes: str, tolerates: Any) -> TolerantScriptLauncher:
+def watched(*codes: str, tolerates: Any) -> ScriptLauncher:
     """A launcher whose children run these lines of Python; `wait` there waits for long, `until` for a file."""
-    own = TolerantScriptLauncher(SimpleNamespace(), len(codes) + 1, 1, tolerates=tolerates)  # type: ignore[arg-type]
+    own = ScriptLauncher(SimpleNamespace(), len(codes) + 1, 1, tolerates=tolerates)  # type: ignore[arg-type]
     own.procs = [subprocess.Popen([sys.executable, "-S", "-c", CHILD + code]) for code in codes]
     return own
 
@@ -112,17 +112,14 @@ def test_a_death_in_the_middle_is_seen_at_once(own_death: None, monkeypatch: pyt
     assert len(asked) == 2 and own.tolerated == {1, 2}
 
 
-def test_a_child_that_is_stopped_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_child_that_is_stopped_does_not_stay_for_ever(capsys: Any) -> None:
     """One that runs ends by itself, when it has saved what it has."""
-    at_exit: list[Any] = []
-    monkeypatch.setattr(launcher.atexit, "register", at_exit.append)
     own = watched(WAIT, WAIT, tolerates=lambda: False)
-    launcher.end_stopped_children(own)
     stopped, runs = own.procs
     os.kill(stopped.pid, signal.SIGSTOP)
     while launcher.process_state(stopped.pid) != b"T":
         time.sleep(0.01)
-    at_exit[0]()
+    launcher._end_stopped(os.getpid(), own.procs)
     assert stopped.wait(20.0) == -signal.SIGKILL and runs.poll() is None
     assert capsys.readouterr().err == "local rank 1 is stopped, and local rank 0 ends: it is killed\n"
     runs.kill()
@@ -212,34 +209,43 @@ import os, signal, sys, time
 from lightning_hetero.lightning_compat import launchers as launcher
 from lightning_hetero.lightning_compat.launchers import _PARENT, _ending_with_parent, _environment_variable
 launcher.GRACE_S = 0.5
-with _environment_variable(_PARENT, str(os.getpid())):
+done = os.memfd_create("done")
+os.pwrite(done, (1).to_bytes(8, "little"), 0)
+with _environment_variable(_PARENT, f"{os.getpid()}:{done}"):
     os.environ["LOCAL_RANK"] = "1"
     if os.fork() == 0:
-        with _ending_with_parent():
+        with _ending_with_parent(2):
             open("inside", "w").close()
             time.sleep(60)
     os.environ["LOCAL_RANK"] = "2"
     if os.fork() == 0:
-        with _ending_with_parent():
+        with _ending_with_parent(2):
             open("inside too", "w").close()
             while os.getppid() != 1 and not os.path.exists("dead"): time.sleep(.01)
         time.sleep(1)  # finished in time; what comes after is its own business
         open("finished", "w").close()
         os._exit(0)
+    os.environ["LOCAL_RANK"] = "3"
+    if os.fork() == 0:
+        with _ending_with_parent(1):  # of which rank 0 has come to the end
+            open("inside as well", "w").close()
+            time.sleep(2)
+        open("finished as well", "w").close()
+        os._exit(0)
 assert _PARENT not in os.environ
-while not (os.path.exists("inside") and os.path.exists("inside too")): time.sleep(.01)
+while not all(map(os.path.exists, ("inside", "inside too", "inside as well"))): time.sleep(.01)
 open("dead", "w").close()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_children_end_with_their_launcher_unless_they_have_finished(tmp_path: Path) -> None:
+def test_children_end_with_their_launcher_unless_they_or_it_have_finished(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PARENT_DIES)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = warm.run(["script.py"], tmp_path, environ, 60.0)  # to the end of the last that holds its output
     assert done.returncode == -signal.SIGKILL
     assert done.stderr == "local rank 0 is gone; local rank 1 ends, too\n"
-    assert (tmp_path / "finished").exists()
+    assert (tmp_path / "finished").exists() and (tmp_path / "finished as well").exists()
 
 
 # ---- process launcher -----------------------------------------------------------------------------------------
@@ -266,12 +272,12 @@ def play(codes: list[str]) -> str:
     return f"from rank {rank_of()}"
 
 
-def processes(codes: list[str], tolerates: Any) -> TolerantProcessLauncher:
+def processes(codes: list[str], tolerates: Any) -> ProcessLauncher:
     strategy: Any = SimpleNamespace(
         num_processes=len(codes), cluster_environment=SimpleNamespace(main_port=1), accelerator=None,
         on_exception=lambda error: None,
     )  # fmt: skip
-    return TolerantProcessLauncher(strategy, "fork", tolerates=tolerates)
+    return ProcessLauncher(strategy, "fork", tolerates=tolerates)
 
 
 @pytest.fixture
@@ -332,15 +338,15 @@ def test_processes_end_together_with_the_cause(
 def test_a_child_that_comes_too_late_does_not_wait_for_the_dead(monkeypatch: Any) -> None:
     """Rank 0 died while it imported: nobody would meet it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
-    monkeypatch.setenv(launcher._PARENT, str(process.pid))
+    monkeypatch.setenv(launcher._PARENT, f"{process.pid}:-1")
     while not launcher._has_ended(process.pid):  # soon it waits to be reaped
         time.sleep(0.01)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="local rank 0, which started this process, has ended"):
-            launcher._ending_with_parent().__enter__()
+            launcher._ending_with_parent(1).__enter__()
         process.wait()
-    monkeypatch.setenv(launcher._PARENT, str(os.getpid()))
-    with launcher._ending_with_parent():  # a child of a child of ours
+    monkeypatch.setenv(launcher._PARENT, f"{os.getpid()}:-1")
+    with launcher._ending_with_parent(1):  # a child of a child of ours
         pass
 
 
@@ -376,11 +382,11 @@ def parameters(function: Any) -> list[str]:
 def test_the_private_names_of_lightning() -> None:
     script, process = _SubprocessScriptLauncher, _MultiProcessingLauncher
     assert parameters(script.__init__) == ["self", "cluster_environment", "num_processes", "num_nodes"], VERSIONS
-    assert parameters(script.launch) == parameters(TolerantScriptLauncher.launch), VERSIONS
+    assert parameters(script.launch) == parameters(ScriptLauncher.launch), VERSIONS
     assert parameters(script._call_children_scripts) == ["self"], VERSIONS
     assert "procs" in inspect.getsource(script._call_children_scripts), VERSIONS
     assert parameters(process.__init__) == ["self", "strategy", "start_method"], VERSIONS
-    assert parameters(process.launch) == parameters(TolerantProcessLauncher.launch), VERSIONS
+    assert parameters(process.launch) == parameters(ProcessLauncher.launch), VERSIONS
     wrapped = ["self", "process_idx", "trainer", "function", "args", "kwargs", "return_queue", "global_states"]
     assert parameters(process._wrapping_function) == wrapped, VERSIONS
     assert parameters(process._recover_results_in_main_process) == ["self", "worker_output", "trainer"], VERSIONS

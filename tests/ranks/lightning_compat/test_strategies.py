@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.lightning_compat.launchers import TolerantScriptLauncher
-from lightning_hetero.lightning_compat.process_launchers import TolerantProcessLauncher
+from lightning_hetero.lightning_compat.launchers import ScriptLauncher
+from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
 from lightning_hetero.lightning_compat.strategies import (
-    CheckedSettingsStrategy,
-    TolerantDDPStrategy,
+    LaunchedDDPStrategy,
     follow,
     hand_over,
     syncs_batch_norm,
@@ -67,23 +66,24 @@ def test_batch_to_device() -> None:
     assert compat.batch_to_device(module.trainer, (torch.zeros(3, 6),), move=len) == 1, VERSIONS
 
 
-class Tolerant(TolerantDDPStrategy):
-    """Goes on without nobody."""
+class Own(LaunchedDDPStrategy):
+    """Refuses every number of devices but two; may lose ranks if it is told so."""
 
     loses = False
 
     def can_lose_ranks(self) -> bool:
         return self.loses
 
-    def goes_on_without_a_rank(self) -> bool:
-        return False
+    def check_settings(self, num_devices: int, num_nodes: int) -> None:
+        if num_devices != 2:
+            raise ValueError(f"devices={num_devices} on {num_nodes} nodes")
 
 
 @pytest.mark.parametrize(
-    ("start", "kind"), [("popen", TolerantScriptLauncher), ("spawn", TolerantProcessLauncher)]
+    ("start", "kind"), [("popen", ScriptLauncher), ("spawn", ProcessLauncher)]
 )
 def test_the_launcher_is_ours(start: Any, kind: type) -> None:
-    strategy = Tolerant(
+    strategy = Own(
         parallel_devices=[torch.device("cpu")] * 2, cluster_environment=LightningEnvironment(), start_method=start
     )
     strategy._configure_launcher()
@@ -91,27 +91,14 @@ def test_the_launcher_is_ours(start: Any, kind: type) -> None:
     assert "_start_method" in inspect.getsource(DDPStrategy._configure_launcher), VERSIONS
 
 
-class Checking(CheckedSettingsStrategy):
-    """Refuses every number of devices but two."""
-
-    def check_settings(self, num_devices: int, num_nodes: int) -> None:
-        if num_devices != 2:
-            raise ValueError(f"devices={num_devices} on {num_nodes} nodes")
-
-
-class CheckingTolerant(Checking, Tolerant):
-    pass
-
-
-@pytest.mark.parametrize("cls", [Checking, CheckingTolerant])
 def test_the_strategy_checks_what_a_launcher_asks_its_environment(
-    cls: type[Checking], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")  # started by somebody else
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     environment = LightningEnvironment()
     for devices in (2, 3):
-        strategy = cls(parallel_devices=[torch.device("cpu")] * devices, cluster_environment=environment)
+        strategy = Own(parallel_devices=[torch.device("cpu")] * devices, cluster_environment=environment)
         strategy._configure_launcher()
         launcher: Any = strategy.launcher
         assert launcher.cluster_environment.main_address == environment.main_address, VERSIONS
@@ -134,7 +121,7 @@ def test_ranks_are_set_when_devices_and_nodes_are_known_and_no_launcher_yet() ->
 
 
 def test_a_backend_can_be_chosen_before_there_is_a_group() -> None:
-    strategy = Tolerant(
+    strategy = Own(
         parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment()
     )
     assert strategy.process_group_backend is None
@@ -148,10 +135,10 @@ def test_a_backend_can_be_chosen_before_there_is_a_group() -> None:
 def test_on_gpus_groups_that_may_lose_ranks_are_gloos(loses: bool) -> None:
     """NCCL's collectives would wait on the device for the dead, until a timeout that ends the process."""
     options: Any = {"parallel_devices": [torch.device("cuda", 0)], "cluster_environment": LightningEnvironment()}
-    strategy = Tolerant(**options)
+    strategy = Own(**options)
     strategy.loses = loses
     assert strategy.choose_backend() == ("gloo" if loses else "nccl"), VERSIONS
-    assert Tolerant(**options, process_group_backend="nccl").choose_backend() == "nccl", VERSIONS
+    assert Own(**options, process_group_backend="nccl").choose_backend() == "nccl", VERSIONS
 
 
 def test_syncs_batch_norm() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 
 from lightning_hetero.measure.device import HostDevice, Stamp, device_of
@@ -22,22 +19,18 @@ class Late(Stopwatch):
         return super().known and len(self._done) > 1
 
 
-class VirtualStamp:
+class VirtualStamp(Stamp):
     """A time on the device's clock."""
 
     def __init__(self, device: VirtualGpu, at_s: float) -> None:
-        self._device, self._at_s = device, at_s
+        super().__init__(at_s)
+        self._device = device
 
     def reached(self) -> bool:
         return self._device.host_s >= self._at_s
 
     def wait(self) -> None:
         self._device.host_s = max(self._device.host_s, self._at_s)
-
-    def hold(self) -> None: ...
-
-    def seconds_until(self, later: VirtualStamp) -> float:
-        return later._at_s - self._at_s
 
 
 class VirtualGpu(HostDevice):
@@ -54,7 +47,7 @@ class VirtualGpu(HostDevice):
         super().__init__(torch.device("cuda", 0))
         self.host_s = self.tail_s = 0.0
 
-    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+    def stamp(self, *, timing: bool = False) -> Stamp:
         return VirtualStamp(self, max(self.tail_s, self.host_s))
 
     def synchronize(self) -> None:

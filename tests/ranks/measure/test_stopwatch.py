@@ -1,17 +1,18 @@
-"""`Stopwatch` and `StepProbe` by a scripted clock: what counts as a step's own work, to the second."""
+"""`StepProbe` by a scripted clock: what counts as a step's own work, to the second."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.measure import kinds
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.measure.step_clock import StepProbe, Stopwatch, when_backward_ends
-from tests.ranks.measure.kit import VirtualGpu
+from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 
 CPU = device_of("cpu")
 
@@ -60,13 +61,15 @@ class Waits(Spends):
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(kinds, "time", SimpleNamespace(perf_counter=clock))
+    return clock
 
 
 @pytest.fixture
 def probe(clock: FakeClock) -> StepProbe:
-    return StepProbe(CPU, waiting=[Waits], clock=clock)
+    return StepProbe(CPU, waiting=[Waits])
 
 
 def ended(probe: StepProbe) -> None:
@@ -83,41 +86,6 @@ def step(probe: StepProbe, clock: FakeClock, module: nn.Module, fetch_s: float =
     loss.backward()
     clock.pass_s(wait_s)
     probe.exchanged()
-
-
-def test_stopwatch(clock: FakeClock) -> None:
-    watch = Stopwatch(CPU, clock)
-    assert watch.take() is None
-    watch.pause()  # before any resume: nothing
-    for seconds in (1.0, 2.0):
-        watch.resume()
-        watch.resume()  # again: still one interval
-        assert watch.running
-        clock.pass_s(seconds)
-        watch.pause()
-        watch.pause()
-        assert not watch.running
-        clock.pass_s(50.0)
-    watch.close()
-    watch.resume()
-    clock.pass_s(4.0)
-    watch.close()  # ends the interval too
-    assert [watch.take(), watch.take(), watch.take()] == [3.0, 4.0, None]
-
-
-def test_abandoned_step_is_forgotten_and_closed_ones_are_not(clock: FakeClock) -> None:
-    watch = Stopwatch(CPU, clock)
-    watch.resume()
-    clock.pass_s(1.0)
-    watch.close()
-    watch.resume()
-    clock.pass_s(10.0)
-    watch.reset()
-    assert not watch.running
-    watch.resume()
-    clock.pass_s(2.0)
-    watch.close()
-    assert [watch.take(), watch.take(), watch.take()] == [1.0, 2.0, None]
 
 
 def test_step_is_fetch_forward_and_backward(probe: StepProbe, clock: FakeClock) -> None:
@@ -303,31 +271,3 @@ def test_exchange_that_is_broken_off(probe: StepProbe, clock: FakeClock) -> None
     step(probe, clock, module, wait_s=7.0)
     assert probe.take_both() == pytest.approx((3.0, 5.0))
     assert probe.take_both() == pytest.approx((3.0, 7.0))
-
-
-def test_what_the_host_spends_counts_as_far_as_the_stream_runs_empty() -> None:
-    """And a step is known when the device has come to its end."""
-    gpu = VirtualGpu()
-    probe = StepProbe(gpu)
-
-    def one(fetch_s: float) -> None:
-        gpu.host_s += fetch_s
-        probe.arm(fetch_s)
-        probe.start()
-        gpu.submit(5.0)
-        probe.backward_ended()
-        probe.close()
-        gpu.submit(1.0)
-        probe.exchanged()
-
-    one(0.0)
-    assert probe.take() is None
-    one(2.0)  # while the first is computed
-    assert probe.take() is None
-    gpu.host_s = 11.5  # in the second one's exchange
-    assert probe.take_both() == (5.0, 1.0)
-    assert probe.take_both() is None
-    assert (probe.take(), probe.take_wait()) == (5.0, None)
-    one(3.0)
-    gpu.synchronize()
-    assert (probe.take_wait(), probe.take()) == (1.0, 7.5)  # the stream stood still from 12 to 14.5

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, seed_streams, stream_seed
-
 WORDS, LENGTH, WIDTH, BLOCKS = 24, 7, 8, 4
-SEED = 0  # of what is drawn, without seed_everything
 
 
 class Sentences(Dataset):
@@ -79,41 +75,41 @@ def classified(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def gpt2(dropout: float = 0.0, **options: Any) -> Trained:
+def gpt2() -> Trained:
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=BLOCKS, n_head=2, resid_pdrop=dropout,
-        attn_pdrop=dropout, embd_pdrop=dropout, **options,
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=BLOCKS, n_head=2, resid_pdrop=0.0, attn_pdrop=0.0,
+        embd_pdrop=0.0,
     )  # fmt: skip
     return Trained(transformers.GPT2LMHeadModel(config), causal)
 
 
-def llama(dropout: float = 0.0, **options: Any) -> Trained:
+def llama(**options: Any) -> Trained:
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=BLOCKS, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=LENGTH, attention_dropout=dropout, **options,
+        num_key_value_heads=1, max_position_embeddings=LENGTH, **options,
     )  # fmt: skip
     return Trained(transformers.LlamaForCausalLM(config), causal)
 
 
-def bert(dropout: float = 0.0) -> Trained:
+def bert() -> Trained:
     config = transformers.BertConfig(
         vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=2, intermediate_size=12,
-        max_position_embeddings=LENGTH, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        max_position_embeddings=LENGTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return Trained(transformers.BertForSequenceClassification(config), classified)
 
 
-def vit(dropout: float = 0.0) -> Trained:
+def vit() -> Trained:
     config = transformers.ViTConfig(
         hidden_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=2, intermediate_size=12, image_size=8,
-        patch_size=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        patch_size=4,
     )  # fmt: skip
     return Trained(transformers.ViTForImageClassification(config), classified)
 
 
-def checkpointed(dropout: float = 0.0) -> Trained:
+def checkpointed() -> Trained:
     """With gradient checkpointing as the model itself does it."""
-    module = llama(dropout, use_cache=False)
+    module = llama(use_cache=False)
     module.net.activation_checkpointing_enable()  # type: ignore[operator]
     return module
 
@@ -124,11 +120,11 @@ def checkpointed(dropout: float = 0.0) -> Trained:
 class Encoder(nn.Module):
     """``nn.TransformerEncoder`` with a causal mask and one for padding."""
 
-    def __init__(self, dropout: float, *, causal: bool = True, nested: bool = False) -> None:
+    def __init__(self, *, causal: bool = True, nested: bool = False) -> None:
         super().__init__()
         self.causal = causal
         self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, BLOCKS, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=nested)
         self.head = nn.Linear(WIDTH, 2)
 
@@ -142,25 +138,25 @@ class Encoder(nn.Module):
 class Tupled(nn.Module):
     """A block that returns what the model takes apart: the output, a bias handed on, weights that nobody uses."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self.own_bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, *, hidden: Tensor, skip: Tensor, bias: Tensor | None, scale: float, kind: dict[str, Any]) -> Any:
         bias = self.own_bias if bias is None else bias + self.own_bias
-        x = hidden + self.drop(self.linear(hidden).tanh() * kind["scale"].to(kind["dtype"])) * scale + bias
+        x = hidden + self.linear(hidden).tanh() * kind["scale"].to(kind["dtype"]) * scale + bias
         return x + skip, bias, x.softmax(-1)
 
 
 class Own(nn.Module):
     """Keyword calls, tuples taken apart, an input for each block with a gradient, blocks without, checkpointing."""
 
-    def __init__(self, dropout: float, checkpoints: bool) -> None:
+    def __init__(self, checkpoints: bool) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 2)
         self.places = nn.ModuleList([nn.Embedding(LENGTH, WIDTH) for _ in range(BLOCKS)])
-        self.layers = nn.ModuleList([Tupled(dropout) for _ in range(BLOCKS)])
+        self.layers = nn.ModuleList([Tupled() for _ in range(BLOCKS)])
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.checkpoints = checkpoints
 
@@ -182,21 +178,21 @@ class Own(nn.Module):
         return F.cross_entropy(self.head(hidden.mean(1)), batch["labels"])
 
 
-def encoder(dropout: float = 0.0) -> Trained:
-    return Trained(Encoder(dropout), lambda net, batch: net(batch))
+def encoder() -> Trained:
+    return Trained(Encoder(), lambda net, batch: net(batch))
 
 
 def padded_encoder() -> Trained:
     """In evaluation its layers get nested tensors, without the padding."""
-    return Trained(Encoder(0.0, causal=False, nested=True), lambda net, batch: net(batch))
+    return Trained(Encoder(causal=False, nested=True), lambda net, batch: net(batch))
 
 
-def own(dropout: float = 0.0, checkpoints: bool = False) -> Trained:
-    return Trained(Own(dropout, checkpoints), lambda net, batch: net(batch))
+def own(checkpoints: bool = False) -> Trained:
+    return Trained(Own(checkpoints), lambda net, batch: net(batch))
 
 
-def own_checkpointed(dropout: float = 0.0) -> Trained:
-    return own(dropout, checkpoints=True)
+def own_checkpointed() -> Trained:
+    return own(checkpoints=True)
 
 
 Make = Callable[..., Trained]
@@ -212,51 +208,3 @@ MODELS: dict[str, tuple[Make, str | None]] = {  # and the backbone's name
     "a loop, checkpointing": (own_checkpointed, "net.layers"),
     "found": (gpt2, None),
 }
-
-
-# ---- the oracle: one process, which draws as a pipeline does ---------------------------------------------------
-
-
-class InOneProcess(LightningModule):
-    """Trains a module on whole batches, with random streams by micro-batch and block."""
-
-    def __init__(self, module: Trained, blocks: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.module, self._blocks, self._sizes = module, list(blocks), list(sizes)
-        self.configure_optimizers = module.configure_optimizers  # type: ignore[method-assign]
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        columns = [values.split(self._sizes) for values in batch.values()]
-        parts = [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
-        total, step = sum(self._sizes), self.trainer.global_step
-        losses: list[Tensor] = []
-        for number, part in enumerate(parts):
-            with seeded(self._blocks, step, number):
-                losses.append(self.module._loss(self.module.net, part) * (len(part["labels"]) / total))
-        return torch.stack(losses).sum()
-
-
-@contextmanager
-def seeded(blocks: Sequence[nn.Module], step: int, number: int) -> Iterator[None]:
-    """Each block draws from its own stream; what is around does not notice."""
-    seed = seed_streams
-    seed(stream_seed(SEED, step, number))
-    outside: list[Tensor] = []
-    handles = []
-    for i, block in enumerate(blocks):
-
-        def before(*_: Any, i: int = i) -> None:
-            outside.append(torch.get_rng_state())
-            seed(layer_seed(stream_seed(SEED, step, number), i))
-
-        def after(*_: Any, i: int = i) -> None:
-            torch.set_rng_state(outside.pop())
-            if i == len(blocks) - 1:
-                seed(stream_seed(stream_seed(SEED, step, number), 1))
-
-        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

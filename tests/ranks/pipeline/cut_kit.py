@@ -12,14 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
-from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams
-from lightning_hetero.pipeline.runtime.step.resumable import (
-    Carrier,
-    Done,
-    ResumableStep,
-    Suspended,
-    stream_seed,
-)
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 
 D = 5
 
@@ -47,12 +41,6 @@ class Net(nn.Module):
 
     def training_step(self, batch: Tensor) -> Tensor:
         return self.head(self.backbone(self.embed(batch))).square().mean()
-
-
-class Dropout(Net):
-    def training_step(self, batch: Tensor) -> Tensor:
-        x = F.dropout(self.embed(batch * torch.rand(1, dtype=batch.dtype)), 0.3)
-        return self.head(F.dropout(self.backbone(x), 0.3)).square().mean()
 
 
 class Skip(Net):
@@ -118,17 +106,6 @@ class Nested(Net):
         return self.head(out["a"] + out["rest"][0]).square().mean()
 
 
-class UnderNoGrad(Net):
-    """A frozen teacher: forward only, then a second call with gradients."""
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        x = self.embed(batch)
-        with torch.no_grad():
-            teacher = self.backbone(x)
-        assert not teacher.requires_grad
-        return (self.head(self.backbone(x)) - self.head(teacher)).square().mean() + teacher.mean()
-
-
 class Autocast(Net):
     """The precision plugin's block around the step is the caller's; this one is the step's own, held open."""
 
@@ -140,8 +117,6 @@ class Autocast(Net):
 
 
 class Checkpoints(Net):
-    use_reentrant = False
-
     def before(self, x: Tensor) -> Tensor:
         return F.dropout(self.embed(x).tanh(), 0.4)
 
@@ -149,30 +124,9 @@ class Checkpoints(Net):
         return F.dropout(self.head(F.dropout(y, 0.4)), 0.4)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        x = checkpoint(self.before, batch.requires_grad_(), use_reentrant=self.use_reentrant)
-        y = checkpoint(self.after, self.backbone(x), use_reentrant=self.use_reentrant)
+        x = checkpoint(self.before, batch.requires_grad_(), use_reentrant=False)
+        y = checkpoint(self.after, self.backbone(x), use_reentrant=False)
         return y.square().mean()
-
-
-class ReentrantCheckpoints(Checkpoints):
-    use_reentrant = True
-
-
-class Loop(Net):
-    """A ``ModuleList`` that the step walks itself."""
-
-    def make_backbone(self) -> nn.Module:
-        return nn.ModuleList([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)])
-
-    def cut(self) -> BackboneCut:
-        assert isinstance(self.backbone, nn.ModuleList)
-        return BackboneCut(*self.backbone)
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        x = self.embed(batch)
-        for layer in self.backbone:  # type: ignore[union-attr]
-            x = layer(x)
-        return self.head(x).square().mean()
 
 
 # ---- a pipeline of one process, and a direct run ---------------------------------------------------------------
@@ -182,8 +136,7 @@ class Stage:
     """Computes the backbone on what a step hands out, apart from the step's graph."""
 
     def __init__(self, net: Net) -> None:
-        layers = net.backbone
-        self.forward = nn.Sequential(*layers) if isinstance(layers, nn.ModuleList) else layers
+        self.forward = net.backbone
         self.pending: list[tuple[BackboneCall, list[Tensor]]] = []
 
     def reply(self, call: BackboneCall) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.measure.timer import Timer
-from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
+from lightning_hetero.pipeline.runtime.measure import layers as measured
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 D = 6  # features
@@ -24,7 +27,11 @@ AROUND = LayerCost(name="around", forward=NONE, backward=NONE)
 
 
 def profile(
-    layers: Sequence[nn.Module], example: Any, *, sizes: Sequence[int] = (2, 4), **settings: Any
+    layers: Sequence[nn.Module],
+    example: Any,
+    *,
+    sizes: Sequence[int] = (2, 4),
+    timer: Timer | None = None,
 ) -> ModelCost:
     """Measures layers on an example, cut or repeated to each size."""
     rows = len(next(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)))
@@ -34,9 +41,14 @@ def profile(
             return leaf
         return leaf.detach()[torch.arange(samples) % rows].requires_grad_(leaf.requires_grad)
 
-    examples = {n: Example(tree_map(lambda leaf, n=n: resized(leaf, n), example)) for n in sizes}
-    options = {"repeats": 1, "warm_ups": 0, "names": list(map(str, range(len(layers)))), "before": AROUND}
-    return profile_on_device(layers, examples, **{**options, "head": AROUND, **settings})
+    examples = {n: (PLAIN, tree_map(lambda leaf, n=n: resized(leaf, n), example)) for n in sizes}
+    names = list(map(str, range(len(layers))))
+    with ExitStack() as stack:
+        for name, value in {"_REPEATS": 1, "_WARM_UPS": 0, "Timer": lambda _: timer or Timer(CPU)}.items():
+            stack.enter_context(patch.object(measured, name, value))
+        return measured.profile_on_device(
+            layers, examples, names=names, device=CPU, copies={}, before=AROUND, head=AROUND
+        )
 
 
 def kept(cost: ModelCost) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
+from lightning_hetero.pipeline.runtime.step.cut import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from tests.ranks.pipeline.cut_kit import assert_same, suspended
@@ -26,9 +26,6 @@ def test_a_call_under_no_grad_is_forward_only(carrier: Carrier) -> None:
     assert call.autocast == {"cpu": torch.bfloat16}
     y = step.resume(call.reply(call.value * 2)).value
     assert not y.requires_grad
-    for back in (call.output_grads, lambda: call.backward([None])):
-        with pytest.raises(RuntimeError, match="under no_grad: nothing goes back"):
-            back()
 
 
 @pytest.mark.parametrize(
@@ -45,39 +42,6 @@ def test_what_cannot_travel_is_named(
 ) -> None:
     with pytest.raises(NotAChainError, match=f"layer 0 of the backbone is called with {named}, which cannot travel"):
         suspended(carrier, lambda backbone: backbone(*args, **kwargs))
-
-
-def test_a_step_resumed_without_reply_is_told(carrier: Carrier) -> None:
-    step, _ = suspended(carrier, lambda backbone: backbone(torch.ones(1)))
-    with pytest.raises(TypeError, match=r"resumed with a Tensor: resume it with call.reply\(outputs\)"):
-        step.resume(torch.ones(1))
-    step, call = suspended(carrier, lambda backbone: backbone(torch.ones(1)))
-    call.reply(torch.ones(1))
-    with pytest.raises(TypeError, match="resumed with a NoneType"):
-        step.resume()
-
-
-def test_misuse_of_a_call_is_named(carrier: Carrier) -> None:
-    x = torch.ones(2, requires_grad=True)
-    step, call = suspended(carrier, lambda backbone: backbone(x * 2).sum())
-    with pytest.raises(RuntimeError, match="without a reply"):
-        call.output_grads()
-    with pytest.raises(ValueError, match="2 flags for 1 tensors"):
-        call.reply(torch.ones(2), requires_grad=[True, False])
-    loss = step.resume(call.reply(torch.ones(2))).value
-    with pytest.raises(RuntimeError, match="replied to before"):
-        call.reply(torch.ones(2))
-    loss.backward()
-    (grad,) = call.output_grads()
-    assert_same(grad, torch.ones(2))
-    with pytest.raises(RuntimeError, match="taken before"):
-        call.output_grads()
-    with pytest.raises(ValueError, match="0 gradients for 1 inputs"):
-        call.backward([])
-    call.backward([torch.full((2,), 3.0)])
-    assert_same(x.grad, torch.full((2,), 6.0))
-    with pytest.raises(RuntimeError, match="gone back before"):
-        call.backward([None])
 
 
 def test_a_version_check_reaches_across_the_cut(carrier: Carrier) -> None:
@@ -99,8 +63,6 @@ def test_a_graph_input_sums_what_comes_and_tells_what_comes_too_late() -> None:
     graph_input = GraphInput([torch.ones(2), torch.arange(2), torch.ones(2), torch.ones(1)], [True, True, False, True])
     a, integers, constant, unused = graph_input.take()
     assert [t.requires_grad for t in (a, integers, constant, unused)] == [True, False, False, True]
-    with pytest.raises(RuntimeError, match="taken before"):
-        graph_input.take()
     (a * 2).sum().backward()
     (a * 3).sum().backward()
     late = (a * 5).sum()

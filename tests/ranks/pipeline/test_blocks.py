@@ -11,14 +11,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.solvers.plans import plan_to_plain
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, single, weights
 from tests.ranks.pipeline.blocks_kit import (
     LENGTH,
     MODELS,
-    InOneProcess,
     Sentences,
     gpt2,
     padded_encoder,
@@ -27,7 +25,6 @@ from tests.ranks.pipeline.kit import pipeline
 
 EXACT = 1e-12
 SAMPLES, BATCH, MICRO = 36, 12, (5, 5, 2)
-ORACLES = {"a loop, checkpointing": "a loop of one's own"}  # a checkpoint around a block would draw before its seed
 CUTS = {2: [0, 1, 4], 4: [0, 1, 2, 3, 4]}
 
 
@@ -36,27 +33,18 @@ def plan(stages: int) -> dict[str, Any]:
     return {"groups": [{"ranks": ranks, "cuts": CUTS[stages], "samples": BATCH, "micro_batches": list(MICRO)}]}
 
 
-def job(rank: int, world: int, cases: list[tuple[str, float]]) -> dict[tuple[str, float], Weights]:
+def job(rank: int, world: int) -> dict[str, Weights]:
     found = {}
-    for name, dropout in cases:
-        make, backbone = MODELS[name]
-        module = make(dropout)
+    for name, (make, backbone) in MODELS.items():
+        module = make()
         strategy = pipeline(plan(world), backbone=backbone)
         trainer = rank_trainer(rank, world, strategy, max_epochs=1)
         data = Sentences(SAMPLES, pictures=name == "ViT")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You defined a `validation_step`")
             trainer.fit(module, DataLoader(data, batch_size=BATCH // world, shuffle=True))
-        found[name, dropout] = weights(module)
+        found[name] = weights(module)
     return found
-
-
-def oracle(name: str, dropout: float) -> Weights:
-    make, backbone = MODELS[ORACLES.get(name, name)]
-    module = make(dropout)
-    whole = InOneProcess(module, find_backbone(module, backbone).layers, MICRO)
-    single(whole, Sentences(SAMPLES, pictures=name == "ViT"), BATCH, max_epochs=1)
-    return weights(module)
 
 
 def planned_job(rank: int, world: int) -> dict[str, tuple[Weights, Any]]:
@@ -120,11 +108,12 @@ def test_evaluation_is_that_of_stock_ddp() -> None:
 @pytest.mark.stock_ddp("models: activation checkpointing", "pipeline")
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_transformers_train_as_in_one_process(stages: int) -> None:
-    cases = [(name, 0.2 if stages == 2 else 0.0) for name in MODELS]
-    ranks = run_ranks(stages, job, cases, timeout_s=110.0)
-    for case in cases:
-        expected = oracle(*case)
-        make, _ = MODELS[case[0]]
-        assert expected.distance(weights(make(case[1]))) > 1e-3, case  # it was trained
+    ranks = run_ranks(stages, job, timeout_s=110.0)
+    for name, (make, _) in MODELS.items():
+        module = make()
+        begun = weights(module)
+        single(module, Sentences(SAMPLES, pictures=name == "ViT"), BATCH, max_epochs=1)
+        expected = weights(module)
+        assert expected.distance(begun) > 1e-3, name  # it was trained
         for found in ranks:
-            assert found[case].distance(expected) <= EXACT, case
+            assert found[name].distance(expected) <= EXACT, name

@@ -16,18 +16,14 @@ from tests.ranks.pipeline.cut_kit import (
     Autocast,
     Checkpoints,
     D,
-    Dropout,
     InPlace,
-    Loop,
     Nested,
     Net,
-    ReentrantCheckpoints,
     Skip,
     SkipOfLeaf,
     Stage,
     Twice,
     TwoWithoutLink,
-    UnderNoGrad,
     assert_same,
     batches,
     direct,
@@ -35,8 +31,7 @@ from tests.ranks.pipeline.cut_kit import (
     piped,
 )
 
-NETS = [Net, Dropout, Skip, SkipOfLeaf, InPlace, Twice, TwoWithoutLink, Nested, UnderNoGrad]
-NETS += [Autocast, Checkpoints, ReentrantCheckpoints, Loop]
+NETS = [Net, Skip, SkipOfLeaf, InPlace, Twice, TwoWithoutLink, Nested, Autocast, Checkpoints]
 
 
 @pytest.mark.parametrize("make", NETS)
@@ -47,7 +42,7 @@ def test_gradients_equal_a_direct_run(carrier: Carrier, make: type[Net]) -> None
     expected = direct(expected_net, data)
     losses = piped(net, data, carrier)
     assert_same(losses, expected)
-    exactly = make not in (Skip, Twice, TwoWithoutLink, UnderNoGrad)
+    exactly = make not in (Skip, Twice, TwoWithoutLink)
     for name, grad in gradients(expected_net).items():
         got = gradients(net)[name]
         assert (got is None) == (grad is None), name
@@ -99,29 +94,20 @@ def test_a_graph_is_retained_only_where_it_is_walked_again(make: type[Net], expe
 # ---- what is replaced, and for how long ------------------------------------------------------------------------
 
 
-def test_forward_is_the_original_after_the_cut_also_after_an_exception(carrier: Carrier) -> None:
+@pytest.mark.parametrize("own", [None, lambda x: x * 2])
+def test_forward_is_the_original_after_the_cut_also_after_an_exception(own: Any) -> None:
     net = Net()
-    with pytest.raises(KeyError), net.cut():
-        assert "forward" in vars(net.backbone)
-        step = ResumableStep(lambda: net.training_step(batches(net)[0]), carrier=carrier, seed=0)
-        assert isinstance(step.start(), Suspended)
-        raise KeyError
-    assert "forward" not in vars(net.backbone)
-
-
-def test_a_forward_of_the_instance_is_put_back() -> None:
-    net = Net()
-    mine = net.backbone.forward = lambda x: x * 2  # type: ignore[method-assign]
-    cut = net.cut()
+    if own is not None:
+        net.backbone.forward = own
+    before, cut = dict(vars(net.backbone)), net.cut()
     replaced = []
     for _ in range(2):
-        with cut:
+        with pytest.raises(KeyError), cut:
             replaced.append(net.backbone.forward)
-            assert replaced[0] is replaced[-1] is not mine
-            assert net.backbone(torch.ones(1)).item() == 2.0  # outside of steps
-            with pytest.raises(RuntimeError, match="in force already"):
-                cut.__enter__()
-        assert net.backbone.forward is mine
+            assert replaced[0] is replaced[-1] is not own
+            assert own is None or net.backbone(torch.ones(1)).item() == 2.0  # outside of steps
+            raise KeyError
+        assert vars(net.backbone) == before
 
 
 def test_hooks_run_in_the_step_and_those_of_layers_where_they_are_computed(carrier: Carrier) -> None:
@@ -241,13 +227,3 @@ def test_a_walk_that_is_no_chain_is_refused(
         outcome = step.start()
         while isinstance(outcome, Suspended):
             outcome = step.resume(outcome.value.reply(torch.ones(1, 2)))
-
-
-def test_bad_modules_are_named() -> None:
-    layer = nn.Identity()
-    with pytest.raises(TypeError, match=r"modules=\(\) must be one or more nn.Module"):
-        BackboneCut()
-    with pytest.raises(TypeError, match=r"must be one or more nn\.Module"):
-        BackboneCut([layer])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="several places"):
-        BackboneCut(layer, nn.Tanh(), layer)

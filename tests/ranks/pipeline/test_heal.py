@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.fit import place
-from lightning_hetero.pipeline.fit.emulation import Emulation
+from lightning_hetero.pipeline.fit.wires import Emulation
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, rank_trainer

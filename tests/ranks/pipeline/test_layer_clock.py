@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.measure import kinds
 from lightning_hetero.pipeline.runtime.execute.stages import Pass, Stage
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 
@@ -19,6 +21,13 @@ class Ticking:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ticking:
+    clock = Ticking()
+    monkeypatch.setattr(kinds, "time", SimpleNamespace(perf_counter=clock))
+    return clock
 
 
 class _Take(torch.autograd.Function):
@@ -51,8 +60,8 @@ class InPlace(nn.Module):
         return x.relu_()
 
 
-def stage(layers: list[nn.Module], clock: Ticking, first: int = 2) -> tuple[Stage, LayerClock]:
-    times = LayerClock(range(first, first + len(layers)), CPU, clock=clock)
+def stage(layers: list[nn.Module], first: int = 2) -> tuple[Stage, LayerClock]:
+    times = LayerClock(range(first, first + len(layers)), CPU)
     numbered = dict(enumerate(layers, first))
     return Stage(numbered, last=True, seed=0, checkpoint_layers=False, device=CPU, clock=times), times
 
@@ -64,10 +73,9 @@ def run(of: Stage, number: int, *, flag: bool = True, grad_enabled: bool = True)
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["behind another stage", "the first stage"])
-def test_each_layer_has_its_own_time_forward_and_backward(flag: bool) -> None:
-    clock = Ticking()
+def test_each_layer_has_its_own_time_forward_and_backward(clock: Ticking, flag: bool) -> None:
     spans = [(1.0, 2.0), (3.0, 5.0), (0.5, 10.0)]
-    of, times = stage([Taking(clock, *each) for each in spans], clock)
+    of, times = stage([Taking(clock, *each) for each in spans])
     for number in range(4):
         run(of, number, flag=flag)
         clock.now_s += 100.0  # somebody else's
@@ -77,20 +85,18 @@ def test_each_layer_has_its_own_time_forward_and_backward(flag: bool) -> None:
     assert times.take() == [], "an evaluation is none of it"
 
 
-def test_a_hiccup_counts_for_nothing() -> None:
-    clock = Ticking()
+def test_a_hiccup_counts_for_nothing(clock: Ticking) -> None:
     layers = [Taking(clock, 1.0, 1.0) for _ in range(3)]
-    of, times = stage(list(layers), clock)
+    of, times = stage(list(layers))
     for number in range(5):
         layers[1].spans = (50.0, 1.0) if number == 3 else (1.0, 1.0)
         run(of, number)
     assert times.take() == [10.0, 10.0, 10.0]
 
 
-def test_where_no_gradient_comes_a_layer_has_its_forward_pass() -> None:
-    clock = Ticking()
+def test_where_no_gradient_comes_a_layer_has_its_forward_pass(clock: Ticking) -> None:
     frozen = [Taking(clock, 1.0, 7.0, frozen=True), Taking(clock, 2.0, 7.0, frozen=True)]
-    of, times = stage([*frozen, Taking(clock, 4.0, 8.0)], clock)
+    of, times = stage([*frozen, Taking(clock, 4.0, 8.0)])
     run(of, 0, flag=False)
     assert times.take() == [1.0, 2.0, 12.0]
 
@@ -102,7 +108,7 @@ def test_gradients_are_the_same_as_without_it() -> None:
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Linear(3, 3), InPlace(), nn.Linear(3, 3), InPlace(), nn.Linear(3, 3)]
         if timed:
-            of, _ = stage(layers, Ticking())
+            of, _ = stage(layers)
         else:
             of = Stage(dict(enumerate(layers, 2)), last=True, seed=0, checkpoint_layers=False, device=CPU)
         (grad,) = run(of, 0)
@@ -112,10 +118,9 @@ def test_gradients_are_the_same_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("trained_before", [True, False])
-def test_in_place_what_stands_around_the_layers_is_none_of_their_time(trained_before: bool) -> None:
-    clock = Ticking()
+def test_in_place_what_stands_around_the_layers_is_none_of_their_time(clock: Ticking, trained_before: bool) -> None:
     before, head = Taking(clock, 20.0, 30.0, frozen=not trained_before), Taking(clock, 40.0, 50.0)
-    of, times = stage([Taking(clock, 1.0, 2.0), Taking(clock, 3.0, 5.0)], clock)
+    of, times = stage([Taking(clock, 1.0, 2.0), Taking(clock, 3.0, 5.0)])
     for number in range(3):
         loss = head(of.in_place((before(torch.ones(2, 3)),), {}, step=0, number=number)).sum()
         with of.going_back():

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from functools import cache
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import (
     BinaryAUROC,
@@ -27,15 +22,14 @@ from torchmetrics.classification import (
 )
 from torchmetrics.regression import PearsonCorrCoef
 
-from lightning_hetero import lightning_compat as compat
-from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, current_step
-from lightning_hetero.transport.side_channel import SideChannel
-from tests.ranks.harness import RankEnvironment, run_ranks
-from tests.ranks.kit import Toy, quiet_trainer, regression
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import quiet_trainer, rank_trainer, regression
+from tests.ranks.pipeline.kit import Deep, pipeline
 
-SAMPLES, BATCH, CLASSES = 50, 12, 3
-MICRO = {1: (3, 1), 2: (2, 4, 2)}  # micro-batches by leader; rank 0 is a member, rank 3 rests
+SAMPLES, BATCH, CLASSES = 52, 12, 3
+# Rank 0 is a member, rank 3 rests.
+PLAN = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "micro_batches": [3, 1], "depths": [2, 1]},
+                   {"ranks": [2], "cuts": [0, 6], "micro_batches": [2, 4, 2]}]}  # fmt: skip
 
 
 class Notes(DummyLogger):
@@ -49,12 +43,11 @@ class Notes(DummyLogger):
         self.lines.append((kwargs["step"], {k: float(v) for k, v in kwargs["metrics"].items()}))
 
 
-class Logging(LightningModule):
+class Logging(Deep):
     """Logs in all the ways there are; nothing is learned."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        super().__init__(lr=0.0)
         self.accuracy, self.epoch_accuracy, self.val_accuracy = (
             MulticlassAccuracy(CLASSES, average="micro") for _ in range(3)
         )
@@ -74,8 +67,7 @@ class Logging(LightningModule):
         value = x.mean()
         twice = {"on_step": True, "on_epoch": True}
         self.log("mean", value, prog_bar=True, **twice)
-        if (step := current_step()) is not None:
-            step.suspend(None)  # others log meanwhile
+        loss = self.loss(batch)  # others log meanwhile
         self.log("mean", 2 * value, prog_bar=True, **twice)
         self.log("sum", x.sum(), reduce_fx="sum", **twice)
         self.log_dict({"max": x.max(), "nothing": math.nan}, reduce_fx="max", **twice)
@@ -84,7 +76,7 @@ class Logging(LightningModule):
         if bool((x[:, 0] > 1.2).any()):  # some micro-batches only
             self.log("seldom", x[:, 0].max(), reduce_fx="max", on_step=False, on_epoch=True)
         self.scores(x, y, **twice)
-        return self.weight.sum() * 0
+        return loss
 
     def scores(self, x: Tensor, y: Tensor, **twice: Any) -> None:
         scores, label = x[:, :CLASSES].softmax(1), (y[:, 0] > 0).long() + (y[:, 0] > 0.5).long()
@@ -116,117 +108,39 @@ class Logging(LightningModule):
             self.val_accuracy.update(x[:, :CLASSES].softmax(1), (y[:, 0] > 0).long())
             self.log("val_accuracy", self.val_accuracy, add_dataloader_idx=False)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class Piped(DDPStrategy):
-    """Leaders run the steps in micro-batches, or on their part of a validation batch; the others only log."""
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        group = torch.distributed.new_group(backend="gloo")
-        assert isinstance(group, torch.distributed.ProcessGroup)
-        assert self.lightning_module is not None
-        self.carrier = Carrier()
-        self.channel = SideChannel(group)
-        self.logs = StepLogs(self.lightning_module, self.channel)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        module, rank = self.lightning_module, self.global_rank
-        assert module is not None
-        total = len(batch[0])
-        sizes = {r: [s * total // BATCH for s in part] for r, part in MICRO.items()} if total == BATCH else {1: [total]}
-        start = 0 if rank != 2 else sum(sizes[1])
-        if rank == 2 and rank not in sizes:  # no samples for this group: its leader has a dummy
-            with self.logs.collecting(0), compat.metrics_frozen(module):
-                module.training_step([t[:1] + 100 for t in batch], batch_idx)
-        if rank in sizes:
-            mine = [t[start : start + sum(sizes[rank])] for t in batch]
-
-            def body(part: Any, samples: int) -> Any:
-                with self.logs.collecting(samples):
-                    return module.training_step(part, batch_idx)
-
-            parts = list(zip(*(t.split(sizes[rank]) for t in mine), strict=True))
-            steps = [
-                ResumableStep(lambda p=p, s=s: body(p, s), carrier=self.carrier, seed=1)
-                for p, s in zip(parts, sizes[rank], strict=True)
-            ]
-            for step in steps:
-                step.start()
-            assert all(isinstance(step.resume(), Done) for step in steps)
-        self.logs.publish()
-        return self.model.module.weight.sum() * 0  # type: ignore[union-attr]
-
-    def validation_step(self, batch: Any, *args: Any) -> Any:
-        assert self.lightning_module is not None
-        parts = {1: slice(0, 5), 2: slice(5, None)}
-        if self.global_rank in parts:
-            part = [t[parts[self.global_rank]] for t in batch]
-            with self.logs.collecting(len(part[0])):
-                self.lightning_module.validation_step(part, *args)
-        self.logs.publish()
-
-    def teardown(self) -> None:
-        self.logs.close()
-        self.carrier.close()
-        self.channel.close()
-        super().teardown()
-
-
-def fit(rank: int, world: int) -> tuple[Any, ...]:
-    with warnings.catch_warnings():
-        if world > 1:  # no recommendations, no "compute before update"
-            warnings.simplefilter("error", UserWarning)
-        return fitted(rank, world)
-
 
 def fitted(rank: int, world: int) -> tuple[Any, ...]:
     notes, module = Notes(), Logging()
-    data, val = regression(SAMPLES), [DataLoader(regression(20, seed=s), batch_size=10) for s in (5, 6)]
+    options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": notes if rank == 0 else False}
     alone = world == 1
-    strategy = SingleDeviceStrategy("cpu") if alone else Piped(process_group_backend="gloo")
-    trainer = quiet_trainer(
-        devices=world,
-        strategy=strategy,
-        plugins=[] if alone else [RankEnvironment(rank, world)],
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=notes if rank == 0 else False,
-        use_distributed_sampler=False,
-    )
+    trainer = quiet_trainer(devices=1, **options) if alone else rank_trainer(rank, world, pipeline(PLAN), **options)
+    val = [DataLoader(regression(20, seed=s), batch_size=12 // world) for s in (5, 6)]  # the second one of 8
     shown: list[Any] = []
     module.on_train_batch_end = lambda *_: shown.append(  # type: ignore[method-assign]
         {k: float(v) for k, v in {**trainer.callback_metrics, **trainer.progress_bar_metrics}.items()}
     )
-    trainer.fit(module, DataLoader(data, batch_size=BATCH), val)
+    with warnings.catch_warnings():
+        if not alone:
+            warnings.filterwarnings("error", message=".*(sync_dist|before the ``update``).*")
+        data = regression(SAMPLES)
+        sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=0) if alone else None  # as stock DDP's
+        trainer.fit(module, DataLoader(data, batch_size=BATCH // world, shuffle=not alone, sampler=sampler), val)
     assert all("_sync_dist" not in vars(m) for m in module.modules())
     return notes.lines, {k: float(v) for k, v in trainer.callback_metrics.items()}, module.ends, shown
 
 
-@cache
-def runs() -> tuple[list[Any], Any]:
-    return run_ranks(4, fit, timeout_s=60), fit(0, 1)
-
-
-def same(ours: dict[str, float], theirs: dict[str, float], loose: Sequence[str] = ()) -> None:
+def same(ours: dict[str, float], theirs: dict[str, float]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        if name not in loose:
-            assert ours[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
+        assert ours[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
 
 
 @pytest.mark.stock_ddp("logging: means of an epoch, over ranks", "pipeline")
-def test_loggers_see_what_one_process_logs() -> None:
-    ours, theirs = runs()
+def test_loggers_callbacks_and_hooks_see_what_one_process_logs() -> None:
+    ours, theirs = run_ranks(4, fitted, timeout_s=60), fitted(0, 1)
     assert [step for step, _ in ours[0][0]] == [step for step, _ in theirs[0]]
     for (_, a), (_, b) in zip(ours[0][0], theirs[0], strict=True):
         same(a, b)
-
-
-def test_all_ranks_have_the_same_values_at_any_time() -> None:
-    ours, theirs = runs()
     assert all(str(run[1:]) == str(ours[0][1:]) for run in ours)
     same(ours[0][1], theirs[1])
     assert ours[0][2] == pytest.approx(theirs[2])
@@ -236,81 +150,38 @@ def test_all_ranks_have_the_same_values_at_any_time() -> None:
     assert {"my/val/dataloader_idx_0", "my/val/dataloader_idx_1"} <= theirs[1].keys()
 
 
-# ---- on its own ------------------------------------------------------------------------------------------------
+# ---- errors are Lightning's own --------------------------------------------------------------------------------------
+
+WRONG: dict[str, Callable[[Any, Any], Any]] = {
+    "single element": lambda module, batch: module.log("a", batch[0]),
+    "reduce_fx": lambda module, batch: module.log("a", 1.0, reduce_fx=torch.median),
+    "twice in `training_step`": lambda module, batch: [module.log("a", 1.0, on_epoch=e) for e in (True, False)],
+    "doesn't support logging": lambda module, batch: module.log("a", 1.0),
+}
 
 
-class Alone(SingleDeviceStrategy):
-    """Runs the step twice, on a channel of one rank; ``between`` is called in between."""
+class Wrong(Deep):
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
 
-    between: Any = None
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        WRONG[self.reason](self, batch)
+        return self.loss(batch)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        channel: Any = SimpleNamespace(world_size=1)
-        module = self.lightning_module
-        assert module is not None
-        logs = StepLogs(module, channel)
-        try:
-            for samples in (None, 4):
-                with logs.collecting(samples):
-                    loss = module.training_step(batch, batch_idx)
-                if self.between is not None:
-                    self.between(logs)
-            logs.publish()
-        finally:
-            logs.close()
-        return loss
-
-    def predict_step(self, batch: Any, *args: Any) -> Any:
-        assert self.lightning_module is not None
-        channel: Any = SimpleNamespace(world_size=1)
-        logs = StepLogs(self.lightning_module, channel)
-        with logs.collecting(1):
-            self.lightning_module.predict_step(batch, *args)
-        logs.publish()
-        return 0
+    predict_step = training_step
 
 
-def alone(step: Any, between: Any = None) -> Any:
-    """Fits one batch of 12 samples; returns what is known of it."""
-    strategy = Alone("cpu")
-    strategy.between = between
-
-    class Module(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            step(self, batch)
-            return self.loss(batch)
-
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
-            step(self, batch)
-
-    trainer = quiet_trainer(devices=1, strategy=strategy, max_epochs=1, limit_train_batches=1)
-    trainer.fit(module := Module(), DataLoader(regression(12), batch_size=12))
-    assert "log" not in vars(module.trainer.fit_loop.epoch_loop._results)
-    return {k: float(v) for k, v in trainer.callback_metrics.items()}, trainer, module
+def errors(rank: int, world: int, reason: str) -> str:
+    plan = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "micro_batches": [6, 6]}]}
+    trainer = rank_trainer(rank, world, pipeline(plan), max_epochs=1)
+    run = trainer.predict if "support" in reason else trainer.fit
+    with pytest.raises(Exception) as error:
+        run(Wrong(reason), DataLoader(regression(12), batch_size=6))
+    return str(error.value)
 
 
-def test_weights_of_batches_are_lightnings_where_none_are_given() -> None:
-    values = iter([1.0, 5.0])
-    found, trainer, module = alone(lambda module, batch: module.log("value", next(values), on_epoch=True))
-    assert found["value_epoch"] == found["value_step"] == pytest.approx((12 * 1.0 + 4 * 5.0) / 16)
-    with pytest.raises(MisconfigurationException, match="doesn't support logging"):  # Lightning's own, in a prediction
-        module.predict_step = lambda batch, batch_idx: module.log("value", 1.0)
-        trainer.predict(module, DataLoader(regression(2)))
-
-
-def test_what_is_discarded_is_not_logged() -> None:
-    found, *_ = alone(lambda module, batch: module.log("value", 1.0), lambda logs: logs.discard())
-    assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("step", "reason"),
-    [
-        (lambda module, batch: module.log("a", batch[0]), "single element"),
-        (lambda module, batch: module.log("a", 1.0, reduce_fx=torch.median), "reduce_fx"),
-        (lambda module, batch: [module.log("a", 1.0, on_epoch=e) for e in (True, False)], "twice in `training_step`"),
-    ],
-)
-def test_lightnings_errors_stay(step: Any, reason: str) -> None:
-    with pytest.raises((MisconfigurationException, ValueError), match=reason):
-        alone(step)
+@pytest.mark.parametrize("reason", WRONG)
+def test_lightnings_errors_stay(reason: str) -> None:
+    for error in run_ranks(2, errors, reason):
+        assert reason in error

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero.measure import timer
-from lightning_hetero.measure.device import HostDevice
+from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.fit.plan import rehearsal as rehearsing
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
-from lightning_hetero.pipeline.runtime.measure import layers, memory
+from lightning_hetero.pipeline.runtime.measure import memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
 from tests.ranks.kit import FEATURES, quiet_trainer, regression
@@ -94,8 +94,7 @@ class CountedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedDevice]:
     found = CountedDevice()
-    for module in (memory, layers):
-        monkeypatch.setattr(module, "copied_to", found.copied_to)
+    monkeypatch.setattr(memory, "copied_to", found.copied_to)
     yield found
     gc.collect()  # tracebacks of errors, where there were some
     assert found.now_bytes == 0  # all of it is given back
@@ -199,7 +198,7 @@ def test_more_samples_are_tried_where_they_seem_to_cost_nothing(
     device: CountedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = Ahead(torch.device("cpu"))
-    monkeypatch.setattr(ahead, "stamp", lambda **_: HostDevice.stamp(ahead, clock=lambda: Launched.now_s))
+    monkeypatch.setattr(ahead, "stamp", lambda **_: Stamp(Launched.now_s))
     for module in (rehearsing, timer):
         monkeypatch.setattr(module, "device_of", lambda _: ahead)
     monkeypatch.setattr(timer, "_WARM_S", 0.0)

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Assigned, Effect, Updated
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes.start import serve
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import (
     Arrived,
@@ -58,6 +58,13 @@ def spans(numbers: Sequence[int]) -> list[int]:
 def ends_of(samples: int, batch: int) -> list[int]:
     """Returns the ticks' ends of an epoch."""
     return [min(samples, end) for end in range(batch, samples + batch, batch)]
+
+
+def adopt(layout: FlatLayout, area: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Moves tensors (parameters, then buffers, as in the layout) into ``area``, as a server has them."""
+    for view, tensor in zip(layout.views(area), tensors, strict=True):
+        view.copy_(tensor.detach())
+        tensor.data = view
 
 
 class Pusher(Worker):
@@ -202,16 +209,14 @@ class Setting:
         named, buffers = list(self.model.named_parameters()), list(self.model.named_buffers())
         self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, compression=compression)
         self.area = torch.zeros(self.layout.bytes, dtype=torch.uint8)
-        self.layout.adopt(self.area, [t for _, t in named] + [t for _, t in buffers])
-        index = {id(p): i for i, (_, p) in enumerate(named)}
-        self.owned = [[index[id(p)] for g in o.param_groups for p in g["params"]] for o in self.optimizers]
+        adopt(self.layout, self.area, [t for _, t in named] + [t for _, t in buffers])
         self.coordinator = Recorder(policy, workers=range(workers), ahead=ahead, liveness_s=liveness_s)
         self.options = options
         self.trainees: list[Trainee] = []
 
     def serve_on(self, listener: Listener) -> ParameterServer:
         self.server = ParameterServer(
-            layout=self.layout, area=self.area, optimizers=self.optimizers, optimizer_parameters=self.owned,
+            layout=self.layout, area=self.area, parameters=list(self.model.parameters()), optimizers=self.optimizers,
             listener=listener, coordinator=self.coordinator, **self.options,
         )  # fmt: skip
         return self.server
@@ -223,7 +228,6 @@ class Setting:
         worker = Pusher(
             link, self.layout, list(model.parameters()), buffers, optimizers, **options
         )
-        worker.attach()
         trainee = Trainee(rank, model, optimizers, worker, step)
         self.trainees.append(trainee)
         return trainee

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.transport.base import Ask, Reply, Request, Say, WorkerLink
 from lightning_hetero.transport.flags import PushFlag
 from tests.ranks.stale.kit import Pusher
@@ -96,11 +96,10 @@ def start(
     )
     link = Note(layout)
     worker = Pusher(
-        link, layout, list(model.parameters()), list(model.buffers()), optimizers, overlap=overlap,
+        link, layout, list(model.parameters()), lambda: list(model.buffers()), optimizers, overlap=overlap,
         **options,
     )  # fmt: skip
-    worker.attach()
-    link.published.copy_(worker._replica.areas[0])
+    link.published.copy_(worker.weights.areas[0])
     return model, link, worker
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve import accumulator as pools
-from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean, Spares, runs
 
 SHAPES = {"bias": (3,), "scalar": (), "kernel": (4, 3, 5, 5), "half": (60,), "large": (7, 101), "last": (2, 2)}
 WEIGHTS = (3.0, 5.0, 2.0, 7.0, 3.0)
@@ -77,3 +77,17 @@ def test_contributions_add_up_bit_by_bit_however_they_come(compression: Any, gro
     for name, total in expected.items():
         found = pool.sums[INDEX[name]]
         assert found is not None and torch.equal(found, total.mul_(divide)), name
+
+
+def test_means_that_late_contributions_complete_and_their_moves_by_hand() -> None:
+    """Whatever is missing in a contribution counts as zeros."""
+    layout = FlatLayout.of([("a", torch.zeros(2)), ("b", torch.zeros(1)), ("c", torch.zeros(1))])
+    mean, pool = KeptMean(3.0, [torch.tensor([1.0, 2.0]), None, None]), GradientSum(layout, Spares(layout))
+    for gradients, weight in (([[5.0, 2.0], [8.0], None], 1.0), ([None, [2.0], None], 4.0)):
+        part = mean.count(weight)
+        for i, gradient in enumerate(gradients):
+            pool.move(i, mean.complete(i, None if gradient is None else torch.tensor(gradient), part))
+    # a: (3 (1, 2) + 1 (5, 2) + 4 (0, 0)) / 8;  b: (3 0 + 1 8 + 4 2) / 8;  c: nobody ever had a gradient
+    assert mean.weight == 8.0
+    assert [None if t is None else t.tolist() for t in mean.values] == [[1.0, 1.0], [2.0], None]
+    assert [None if t is None else t.tolist() for t in pool.moves] == [[0.0, -1.0], [2.0], None]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.policy import by_name
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes import fork
-from lightning_hetero.stale.runtime.processes.start import ServerSettings, connect, start_server
+from lightning_hetero.stale.runtime import fork
+from lightning_hetero.stale.runtime.layout import FlatLayout
+from lightning_hetero.stale.runtime.start import ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import RemoteFailureError, Say
 from lightning_hetero.transport.flags import PushFlag
@@ -59,7 +59,6 @@ def served(cls: type[Optimizer]) -> Tensor:
     )  # fmt: skip
     worker = Worker(connect(address, 0), layout, list(model.parameters()), optimizers=[optimizer])
     try:
-        worker.attach()
         worker.pull()
         worker.begin_epoch(0, [2, 4])
         for tick, gradient in enumerate(gradients):

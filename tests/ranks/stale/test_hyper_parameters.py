@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, HyperParameters
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, HyperParameters
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
-from unittest.mock import create_autospec
 
 import pytest
 from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.stale.runtime.serve.agreement import Limits, LiveWorkers, Meeting
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.base import (
     Alive,
     Arrived,
@@ -24,9 +22,7 @@ from lightning_hetero.transport.base import (
     Reply,
     Request,
     Say,
-    WorkerLink,
 )
-from lightning_hetero.transport.link import Pulse
 from tests.ranks.stale.kit import Setting
 from tests.ranks.stale.reference import mlp, sgd
 
@@ -123,14 +119,6 @@ def test_a_server_that_was_stopped_hears_who_came_meanwhile_before_it_gives_anyb
     server.handle(meets(1), 500.2)
     server.wake(500.2)
     assert board.met(0) == board.met(1) == (0, 1) and server.wake_s() == math.inf
-
-
-def test_without_limits_everybody_is_waited_for() -> None:
-    workers = LiveWorkers([0, 1])
-    workers.joined(0, 0.0)
-    meeting = Meeting()
-    meeting.ask(0, meets(0).request, 0.0)
-    assert workers.overdue(meeting, 1e9) == [] and workers.overdue_s(meeting) == math.inf
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -283,19 +271,6 @@ def test_who_comes_to_a_meeting_that_is_over_is_told_and_holds_up_nobody() -> No
         server.handle(meets(rank, 3), 204.0)
     server.wake(204.0)
     assert board.met(0) == board.met(2) == (0, 1, 2)
-
-
-def test_signs_of_life_are_given_until_the_link_is_closed() -> None:
-    enough = threading.Semaphore(0)
-    link = create_autospec(WorkerLink, instance=True, rank=3)
-    link.sign_of_life.side_effect = lambda after_s: enough.release(1 if after_s == 0.001 else 0)
-    pulse = Pulse(link, 0.001)
-    for _ in range(3):
-        assert enough.acquire(timeout=20.0)
-    pulse.stop()
-    pulse.stop()
-    link.close.assert_called()
-    assert not any(thread.name == "pulse-3" for thread in threading.enumerate())
 
 
 def orphaned_server(told: list[list[Happened]], times_s: list[float]) -> tuple[ParameterServer, Board]:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES, is_finite
-from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from tests.ranks.stale.note import mlp, sgd
+from lightning_hetero.stale.runtime.layout import ALIGN_BYTES, FlatLayout, is_finite
+from tests.ranks.stale.kit import adopt
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -42,7 +40,7 @@ def test_every_tensor_survives_the_area_in_its_own_format() -> None:
     before = [t.clone() for t in tensors]
     layout = FlatLayout.of(named[:6], named[6:])
     area = torch.full((layout.bytes,), 255, dtype=torch.uint8)
-    layout.adopt(area, tensors)
+    adopt(layout, area, tensors)
     for view, tensor, old, (start, stop) in zip(
         layout.views(area), tensors, before, layout.ranges, strict=True
     ):
@@ -85,18 +83,6 @@ def test_the_digest_tells_whatever_matters() -> None:
     assert len({make(**change).digest for change in [{}, *changes]}) == len(changes) + 1
 
 
-def test_the_slot_has_room_for_everything_without_overlap() -> None:
-    model = mlp()
-    layout = FlatLayout.of(
-        list(model.named_parameters()), list(model.named_buffers()), optimizers=sgd(model), compression="bf16"
-    )
-    ranges = [layout.present, layout.number_range, *layout.buffer_ranges, *layout.gradient_ranges]
-    assert all(start % ALIGN_BYTES == 0 for start, _ in ranges)
-    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
-    assert ranges[-1][1] <= layout.slot_bytes
-    assert layout.number_range[1] - layout.number_range[0] == 8 * HyperParameters(sgd(model)).size
-
-
 @pytest.mark.parametrize(("compression", "tolerance"), [(None, 0.0), ("bf16", 2**-8), ("fp16", 2**-11)])
 def test_gradients_travel_in_their_own_format_or_in_16_bits(compression: Any, tolerance: float) -> None:
     named = [(name, tensor) for name, tensor in all_kinds() if tensor.dtype.is_floating_point or tensor.is_complex()]
@@ -133,9 +119,3 @@ def test_a_single_bad_number_is_found_and_a_sum_that_overflows_blames_nobody(dty
 def test_what_has_no_place_is_refused_by_name(tensor: Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=f"'odd'.*{words}"):
         FlatLayout.of([("odd", tensor)])
-
-
-def test_an_area_must_fit() -> None:
-    layout = FlatLayout.of([("a", torch.zeros(3))])
-    with pytest.raises(ValueError, match="uint8 of shape"):
-        layout.views(torch.zeros(layout.bytes + 1, dtype=torch.uint8))

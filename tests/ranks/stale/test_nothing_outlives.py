@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +13,6 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hetero.transport.memory import _MEMORY, _PREFIX
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, rank_trainer, regression, stale
 
@@ -56,12 +54,8 @@ def held() -> dict[str, Any]:
         "children": sorted(p.pid for p in psutil.Process().children(recursive=True)),
         "sockets": len(sockets),
         "files": len(os.listdir("/proc/self/fd")),
-        "folders": [p for p in _MEMORY.glob(f"{_PREFIX}*") if _mine(p)],
+        "shared": sorted(link for link in _links() if "lightning-hetero" in link),
     }
-
-
-def _mine(folder: Path) -> bool:
-    return any(str(folder) in link for link in _links())
 
 
 def _links() -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.e2e.stale.scripts import launch_externally, nothing_left
 from tests.ranks.exact_models import Gan, Groups
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, rank_trainer, regression, single, stale, weights
@@ -87,20 +84,3 @@ def test_the_servers_state_comes_back_over_the_wire(tmp_path: Path) -> None:
     single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
     for result in run_ranks(3, resuming_job, str(path)):
         assert result.distance(weights(module)) <= EXACT
-
-
-@pytest.fixture
-def clean(tmp_path: Path) -> Iterator[None]:
-    with nothing_left(tmp_path):
-        yield
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("rank", [0, 2])
-def test_the_others_go_on_without_a_killed_rank(tmp_path: Path, rank: int) -> None:
-    ended = launch_externally(tmp_path, transport="pairs", fault=["kill", rank], at=[1, 0])
-    left = [r for r in range(3) if r != rank]
-    assert ended.code == [-9 if r == rank else 0 for r in range(3)], ended.screens
-    ended.finished(24, left)
-    assert re.search(rf"rank {rank} died.*; the others go on without, on 2 devices", ended.screens)

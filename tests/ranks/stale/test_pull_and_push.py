@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Ask, Reply, Say
 from lightning_hetero.transport.flags import PushFlag
 from tests.ranks.stale.kit import Pusher
-from tests.ranks.stale.note import Note, backward, mlp, now, same, sgd, start, weight_of
+from tests.ranks.stale.note import Note, backward, mlp, now, same, start, weight_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -25,10 +25,8 @@ def test_attach_and_detach_keep_values_and_formats() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before = {k: v.clone() for k, v in model.state_dict().items()}
     layout = FlatLayout.of(list(model.named_parameters()), list(model.named_buffers()))
-    worker = Worker(Note(layout), layout, list(model.parameters()), list(model.buffers()))
-    worker.attach()
-    worker.attach()
-    area = worker._replica.areas[0]
+    worker = Worker(Note(layout), layout, list(model.parameters()), lambda: list(model.buffers()))
+    area = worker.weights.areas[0]
     inside = range(area.data_ptr(), area.data_ptr() + layout.bytes)
     assert all(v.data_ptr() in inside for v in model.state_dict().values())
     worker.detach()
@@ -49,7 +47,7 @@ def test_a_pull_is_skipped_if_there_is_nothing_new_but_buffers_are_put_back() ->
     assert worker.pull() == 0 and link.reads == 1
     assert int(norm.num_batches_tracked) == 0 and not bool(norm.running_mean.any())
     link.version = 3
-    worker.layout.views(link.published)[0].fill_(7.0)
+    link.layout.views(link.published)[0].fill_(7.0)
     assert worker.pull() == 3 and link.reads == 2
     assert torch.equal(weight_of(model), torch.full((7, 5), 7.0))
 
@@ -58,7 +56,7 @@ def test_a_parameter_that_was_moved_elsewhere_is_brought_back() -> None:
     model, link, worker = start()
     worker.pull()
     link.version = 1
-    worker.layout.views(link.published)[0].fill_(7.0)
+    link.layout.views(link.published)[0].fill_(7.0)
     weight_of(model).data = weight_of(model).data.clone()
     worker.pull()
     assert torch.equal(weight_of(model), torch.full((7, 5), 7.0))
@@ -71,12 +69,12 @@ def test_gradients_are_written_while_backward_runs_and_not_again(monkeypatch: py
     written: list[int] = []
     copy = worker._writer._copy
     monkeypatch.setattr(
-        worker._writer, "_copy", lambda index, gradient: (written.append(index), copy(index, gradient))
+        worker._writer, "_copy", lambda gradients: (written.extend(i for i, _ in gradients), copy(gradients))
     )
     backward(model)
     assert sorted(written) == list(range(6))
     assert link.calls == ["open", "ready"]  # one bucket: all gradients
-    assert link.ready_now == [(worker.layout.gradient_ranges[0][0], worker.layout.gradient_ranges[-1][1])]
+    assert link.ready_now == [(link.layout.gradient_ranges[0][0], link.layout.gradient_ranges[-1][1])]
     expected = now(model)
     worker.push(steps=1, zeroes=1)
     assert same(link.pushes[-1]["gradients"], expected)
@@ -95,18 +93,20 @@ def test_gradients_are_written_while_backward_runs_and_not_again(monkeypatch: py
         lambda p: nn.utils.clip_grad_norm_([p], 1e-3),
     ],
 )
-def test_gradients_changed_after_backward_are_pushed_as_they_are(change: Callable[[Any], Any]) -> None:
-    model, link, worker = start()
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_changed_after_backward_are_pushed_as_they_are(change: Callable[[Any], Any], overlap: bool) -> None:
+    model, link, worker = start(overlap)
     worker.claim(0, 0)
     worker.pull()
     backward(model)
+    assert bool(link.calls) == overlap
     change(model[2].weight)
     expected = now(model)
     worker.push(steps=1)
     received = link.pushes[-1]["gradients"]
     assert same(received, expected)
-    if expected[4] is not None:
-        assert worker.layout.gradient_ranges[4] in link.pushes[-1]["ready"][1:]  # a wire must send it again
+    if overlap and expected[4] is not None:
+        assert link.layout.gradient_ranges[4] in link.pushes[-1]["ready"][1:]  # a wire must send it again
 
 
 def test_unscaling_behind_autograds_back_is_noticed() -> None:
@@ -125,17 +125,6 @@ def test_unscaling_behind_autograds_back_is_noticed() -> None:
     assert same(link.pushes[-1]["gradients"], expected)
 
 
-def test_without_overlap_everything_is_written_at_the_push() -> None:
-    model, link, worker = start(overlap=False)
-    worker.claim(0, 0)
-    worker.pull()
-    backward(model)
-    assert link.calls == []
-    expected = now(model)
-    worker.push(steps=1)
-    assert same(link.pushes[-1]["gradients"], expected)
-
-
 def test_two_backward_passes_push_their_sum() -> None:
     model, link, worker = start()
     worker.claim(0, 0)
@@ -147,7 +136,7 @@ def test_two_backward_passes_push_their_sum() -> None:
     received = link.pushes[-1]["gradients"]
     for a, b in zip(received, expected, strict=True):
         assert b is not None and torch.allclose(a, b, rtol=0, atol=1e-14)
-    assert set(worker.layout.gradient_ranges) <= set(link.pushes[-1]["ready"])  # a wire must send them again
+    assert set(link.layout.gradient_ranges) <= set(link.pushes[-1]["ready"])  # a wire must send them again
 
 
 def test_sparse_gradients_travel_dense() -> None:
@@ -155,7 +144,6 @@ def test_sparse_gradients_travel_dense() -> None:
     layout = FlatLayout.of(list(embedding.named_parameters()))
     link = Note(layout)
     worker = Pusher(link, layout, list(embedding.parameters()))
-    worker.attach()
     worker.claim(0, 0)
     embedding(torch.tensor([1, 3, 3])).sum().backward()
     gradient = embedding.weight.grad
@@ -205,7 +193,6 @@ def test_large_models_are_announced_in_buckets_from_the_end() -> None:
     layout = FlatLayout.of(list(model.named_parameters()))
     link = Note(layout)
     worker = Pusher(link, layout, list(model.parameters()))
-    worker.attach()
     worker.claim(0, 0)
     model(torch.randn(1, 1500)).sum().backward()
     ranges = layout.gradient_ranges
@@ -217,17 +204,6 @@ def test_large_models_are_announced_in_buckets_from_the_end() -> None:
     worker.detach()
 
 
-def test_a_push_says_what_it_is_told() -> None:
-    model, link, worker = start()
-    worker.claim(3, 2)
-    backward(model)
-    worker.push(samples=3, weight=1.5, compute_s=7.0, lease=11, epoch=4, tick=5, substep=6, steps=1, zeroes=2)
-    request = link.requests[-1]
-    assert (request.epoch, request.tick, request.substep, request.lease) == (4, 5, 6, 11)
-    assert (request.samples, request.weight, request.compute_s) == (3, 1.5, 7.0)
-    assert (request.flags, request.steps, request.zeroes) == (PushFlag.FINAL, 1, 2)
-
-
 def test_clipping_travels_with_the_next_push_only() -> None:
     model, link, worker = start()
     worker.claim(0, 0)
@@ -237,7 +213,7 @@ def test_clipping_travels_with_the_next_push_only() -> None:
             worker.clip(0, setting[1], setting[0])
         backward(model)
         worker.push(steps=1)
-        clips.append(tuple(worker.layout.numbers_of(link.gradient)[:2].tolist()))
+        clips.append(tuple(link.layout.numbers_of(link.gradient)[:2].tolist()))
     assert clips == [(CLIP_NORM, 0.5), (CLIP_VALUE, 0.25), (0.0, 0.0), (0.0, 0.0)]
     with pytest.raises(ValueError, match="'norm' or 'value'"):
         worker.clip(0, 1.0, "infinity")
@@ -254,35 +230,6 @@ def test_saps_return_is_asked_for_by_the_version_gap() -> None:
     assert not worker.wants_return(Reply(kind=Say.GRANT, version=5))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"parameters": []}, "0 parameters, the layout has 6"),
-        ({"parameters": "swapped"}, r"'0\.weight'"),
-        ({"optimizers": []}, "other optimizers"),
-        ({"buffers": ()}, "0 buffers, the layout has 3"),
-    ],
-)
-def test_a_worker_must_fit_the_layout(change: dict[str, Any], words: str) -> None:
-    model = mlp()
-    optimizers = sgd(model)
-    layout = FlatLayout.of(list(model.named_parameters()), list(model.named_buffers()), optimizers=optimizers)
-    arguments: dict[str, Any] = {
-        "parameters": list(model.parameters()), "buffers": list(model.buffers()), "optimizers": optimizers, **change,
-    }  # fmt: skip
-    if arguments["parameters"] == "swapped":
-        arguments["parameters"] = list(model.parameters())[::-1]
-    with pytest.raises(ValueError, match=words):
-        Worker(Note(layout), layout, **arguments)
-
-
-def test_pull_needs_attach() -> None:
-    _, _, worker = start()
-    worker.detach()
-    with pytest.raises(RuntimeError, match="attach"):
-        worker.pull()
-
-
 @pytest.mark.parametrize("ask", ["epoch", "claim", "push"])
 def test_people_hear_what_the_server_says_whatever_was_asked(ask: str) -> None:
     class Says(Note):
@@ -293,8 +240,7 @@ def test_people_hear_what_the_server_says_whatever_was_asked(ask: str) -> None:
     told: list[str] = []
     model = mlp()
     layout = FlatLayout.of(list(model.named_parameters()), list(model.named_buffers()))
-    worker = Pusher(Says(layout), layout, list(model.parameters()), list(model.buffers()), tell=told.append)
-    worker.attach()
+    worker = Pusher(Says(layout), layout, list(model.parameters()), lambda: list(model.buffers()), tell=told.append)
     worker.begin_epoch(0, [4])
     worker.claim(0, 0)
     backward(model)

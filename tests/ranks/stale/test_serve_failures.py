@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
 from lightning_hetero.stale.runtime.messages import Met
-from lightning_hetero.transport.base import Ask, RemoteFailureError, Reply, Request
+from lightning_hetero.stale.runtime.start import serve
+from lightning_hetero.transport.base import Ask, RemoteFailureError, Reply, Request, ServerLostError
 from lightning_hetero.transport.flags import PushFlag, Word
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic, ends_of, spans
 from tests.ranks.stale.reference import (
@@ -28,6 +30,7 @@ from tests.ranks.stale.reference import (
     replay,
     sgd,
 )
+from tests.ranks.transport.in_process import InProcess
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -169,25 +172,6 @@ def test_a_stopped_workers_late_push_is_refused_politely_and_it_goes_on(
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
 
 
-def test_a_failure_is_told_to_everybody() -> None:
-    x, y = data(5)
-    setting = Setting(mlp(), sgd, Bsp(), 3)
-    told: dict[int, str] = {}
-
-    def body(trainee: Trainee) -> None:
-        if trainee.rank == 0:
-            trainee.worker.abort("disk full in worker zero")
-            return
-        try:
-            epochs(trainee)
-        except RemoteFailureError as error:
-            told[trainee.rank] = str(error)
-
-    Script(setting, automatic(x, y, mse), body, workers=3, work_s=equal_speed).run()
-    assert told.keys() == {1, 2}
-    assert all("disk full in worker zero" in text and "worker 0" in text for text in told.values())
-
-
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -198,6 +182,7 @@ def test_a_failure_is_told_to_everybody() -> None:
         ("optimizer", ["worker 1", "[4] of 1"]),
         ("weight", ["worker 1", "weight=nan"]),
         ("samples", ["worker 1", "samples=99"]),
+        ("slot", ["PUSH of worker 1", "TornSlotError"]),
     ],
 )
 def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str]) -> None:
@@ -209,8 +194,8 @@ def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str])
         worker = trainee.worker
         odd = trainee.rank == 1
         if what == "layout" and odd:
-            object.__setattr__(worker, "layout", copy.copy(worker.layout))
-            object.__setattr__(worker.layout, "digest", "another")
+            object.__setattr__(worker, "_layout", copy.copy(worker._layout))
+            object.__setattr__(worker._layout, "digest", "another")
         worker.begin_epoch(0, ends_of(20, 5) if what == "ends" and odd else ENDS)
         if what == "meeting":
             worker.meet(7, "ab"[trainee.rank])
@@ -222,6 +207,8 @@ def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str])
         if odd:
             cases = {"optimizer": {"steps": 16}, "weight": {"weight": math.nan}, "samples": {"samples": 99}}
             options = cases.get(what, {})
+        if what == "slot" and odd:
+            worker._call(Request(kind=Ask.PUSH, lease=reply.lease, samples=len(positions), flags=1, slot=12345))
         worker.push(**options)
 
     def body(trainee: Trainee) -> None:
@@ -276,7 +263,7 @@ def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> N
         worker = trainee.worker
         try:
             if trainee.rank == 1:
-                endless = f'{{"layout": "{worker.layout.digest}", "tick": Infinity, "applied": []}}'
+                endless = f'{{"layout": "{worker._layout.digest}", "tick": Infinity, "applied": []}}'
                 worker._call(Request(kind=Ask.EPOCH, numbers=ENDS, text=endless))
             worker.meet(0)
         except RemoteFailureError as error:
@@ -289,57 +276,30 @@ def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> N
     assert all("EPOCH of worker 1: OverflowError" in text for text in told.values())
 
 
-def test_an_optimizer_that_fails_is_not_the_workers_fault() -> None:
-    """Whatever it raises: parameters are half of a version, and nobody saves them."""
-    x, y = data(5)
+def test_a_server_that_fails_says_why_before_it_ends() -> None:
     setting = Setting(mlp(), sgd, Bsp(), 1)
-    setting.optimizers[0].register_step_pre_hook(odd_step)
-    script = Script(setting, automatic(x, y, mse), epochs, workers=1, work_s=equal_speed)
-    with pytest.raises(ValueError, match="odd step"):
-        script.run()
-    script.close()
+    setting.optimizers[0].register_step_pre_hook(broken)
+    transport = InProcess(1, setting.layout.slot_bytes, setting.layout.bytes)
+    server = setting.serve_on(transport.listener)
+    trainee = setting.trainee(0, transport.link(0), automatic(*data(5), mse))
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve(server, transport.listener, lambda: 0.0)
+        except ArithmeticError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with pytest.raises(RemoteFailureError, match=r"failed in the parameter server: ArithmeticError: no such norm"):
+        trainee.epoch(0, [4])
+    thread.join()
+    assert len(errors) == 1
+    transport.listener.close()
+    with pytest.raises(ServerLostError):
+        trainee.worker.claim(0, 0)
 
 
-def odd_step(*_: Any) -> None:
-    raise ValueError("odd step")
-
-
-def test_a_torn_push_is_discarded_and_its_samples_are_granted_again() -> None:
-    x, y = data(5)
-    torn: list[int] = []
-
-    def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
-        mse(trainee.model, x[positions], y[positions]).backward()
-        if trainee.rank == 1 and not torn:
-            torn.append(grant.lease)
-            request = Request(kind=Ask.PUSH, lease=grant.lease, samples=len(positions), flags=1, slot=12345)
-            return trainee.worker.granted(trainee.worker.link.call(request))
-        return trainee.worker.push(steps=1, zeroes=1)
-
-    setting = Setting(mlp(), sgd, Flexible(), 2)
-    Script(setting, step, epochs, workers=2, work_s=equal_speed).run()
-    assert setting.server.counts.discarded["torn"] > 0
-    assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
-    assert torn[0] not in [c.assignment for u in setting.coordinator.updates for c in u.contributions]
-
-
-def test_a_worker_that_comes_again_takes_part() -> None:
-    """Dead in the first epoch, back in the second; the transport tells `Joined` again."""
-    x, y = data(5)
-    setting = Setting(mlp(), sgd, Flexible(), 2)
-    generations: list[int] = []
-
-    def body(trainee: Trainee) -> None:
-        for epoch in range(EPOCHS):
-            trainee.epoch(epoch, ENDS)
-            generations.append(trainee.worker.meet(epoch).generation)
-
-    script = Script(setting, automatic(x, y, mse), body, workers=2, work_s=equal_speed)
-    server, members = script.server, script.server._live_workers
-    script.run()
-    assert generations == [0] * 4
-    assert members.generation == 0 and server.finished
-    members.joined(5, 0.0)
-    assert members.generation == 1 and not server.finished
-    members.gone(5, "killed")
-    assert members.generation == 2 and server.finished
+def broken(*_: Any) -> None:
+    raise ArithmeticError("no such norm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from lightning_hetero.stale.fit import session as module
 from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
 
 
 class Cut:
@@ -40,7 +41,8 @@ def test_a_server_that_dies_just_now_is_cleaned_up(monkeypatch: pytest.MonkeyPat
     ends_within = process.ends_within
 
     def killed_meanwhile(timeout_s: float) -> bool:
-        process._signal(signal.SIGKILL)
+        if process.exit_code() is None:
+            os.kill(process.pid, signal.SIGKILL)
         return ends_within(timeout_s)
 
     monkeypatch.setattr(process, "ends_within", killed_meanwhile)

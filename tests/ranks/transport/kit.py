@@ -185,7 +185,7 @@ def open_place(
             crew.end()
 
 
-def make_listener(kind: str, workers: int, directory: str | None = None, **sizes: int) -> ServerListener:
+def make_listener(kind: str, workers: int, **sizes: int) -> ServerListener:
     """Returns a listener for ranks 0..workers-1, all of this node or all of others."""
     ranks: dict[str, Any] = {"near" if kind == "shared_memory" else "far": range(workers)}
-    return ServerListener(directory, **ranks, **sizes)
+    return ServerListener(**ranks, **sizes)

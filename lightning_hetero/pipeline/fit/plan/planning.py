@@ -216,7 +216,6 @@ def _cluster(
         direct=carried.direct,
         communicators=MOST_COMMUNICATORS,
         dtype=carried.dtype,
-        now_s=time.time(),
     )
 
 

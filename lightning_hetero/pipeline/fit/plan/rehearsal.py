@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,11 +26,10 @@ from lightning_hetero.pipeline.runtime.measure.around_backbone import (
     measure_whole,
 )
 from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
-from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
-from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, move_but, optimizer_bytes
+from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
+from lightning_hetero.pipeline.runtime.measure.memory import move_but, state_copies
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import ModelCost
@@ -165,7 +163,8 @@ def _measured(
     """Measures with so many of these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
     _move_outside(step)
-    optimizer = _known(list(module.parameters()), step.optimizers)
+    optimizer = getattr(step.optimizers[0], "_optimizer", step.optimizers[0]) if step.optimizers else None
+    copies = state_copies(optimizer)
     assert isinstance(step.loader, DataLoader)
     with step.context():
         bodies = [
@@ -174,7 +173,7 @@ def _measured(
         ]
         if isinstance(step.backbone, Undivided):
             name = step.backbone.names[0]
-            return measure_whole(bodies, module=module, name=name, optimizer=optimizer, device=device), 1
+            return measure_whole(bodies, module=module, name=name, copies=copies, device=device), 1
         inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
         outside = measure_outside(
             bodies,
@@ -182,20 +181,18 @@ def _measured(
             layers=layers,
             parameters=[p for p in module.parameters() if id(p) not in inside],
             buffers=[b for b in module.buffers() if id(b) not in inside],
-            optimizer=optimizer,
+            copies=copies,
             device=device,
         )
-        again = _computed_again if checkpoint_layers else None
         model = profile_on_device(
             layers,
-            {
-                n: Example(value, RoutedCall(route, layers, again))
-                for n, (route, value) in outside.first.items()
-            },
+            outside.first,
             names=step.backbone.names,
-            optimizer=optimizer,
+            device=device,
+            copies=copies,
             before=outside.before,
             head=outside.head,
+            call=_computed_again if checkpoint_layers else None,
         )
     return model, outside.calls
 
@@ -236,22 +233,6 @@ def _few(loader: object, micro_batch_size: int | None) -> list[Any]:
         )
     samples = first_samples(loader, micro_batch_size or min(loader.batch_size or _MOST_SAMPLES, _MOST_SAMPLES))
     return samples * 2 if len(samples) == 1 else samples
-
-
-def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerSpec:
-    """Returns the optimizer if it is known how much state it keeps, else a guess: twice the parameters, as Adam."""
-    if not optimizers:
-        return None
-    optimizer = getattr(optimizers[0], "_optimizer", optimizers[0])
-    try:
-        optimizer_bytes([p for p in parameters if p.requires_grad], optimizer)
-    except ValueError:
-        rank_zero_warn(
-            f"how much state {type(optimizer).__name__} keeps is not known: the plan counts twice the parameters'"
-            " size, as for Adam. Give memory with room to spare if it keeps more"
-        )
-        return lambda trained: 2.0 * sum(p.numel() * p.element_size() for p in trained)
-    return optimizer
 
 
 @contextmanager

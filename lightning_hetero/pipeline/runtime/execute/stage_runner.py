@@ -330,7 +330,7 @@ class StageRunner(LeaderRunner):
             self._failures.report(error)  # before anybody notices a closed connection
             if self._carrier is not None:
                 with suppress(Exception), streams_kept():  # the first error counts
-                    self._carrier.close_steps()
+                    self._carrier.close()
             if self._local.links is not None:
                 self._local.links.abort()
             raise

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
-from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
+from lightning_hetero.pipeline.runtime.step.cut import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route
 from lightning_hetero.pipeline.runtime.step.random_streams import (
     layer_seed,

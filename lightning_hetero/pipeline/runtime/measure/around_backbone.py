@@ -7,11 +7,11 @@ The step itself runs, unchanged, as it will run in the pipeline. What it compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.runtime.measure.layers import detached, tensors_of
 from lightning_hetero.pipeline.runtime.measure.memory import (
     Kept,
-    OptimizerSpec,
     optimizer_bytes,
     resident,
     state_bytes,
@@ -29,13 +28,8 @@ from lightning_hetero.pipeline.runtime.measure.memory import (
 )
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route, RoutedCall
-from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
-from lightning_hetero.pipeline.runtime.step.resumable import (
-    Carrier,
-    ResumableStep,
-    Suspended,
-    stream_seed,
-)
+from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
@@ -66,15 +60,20 @@ class Outside:
     first: Mapping[int, tuple[Route, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """One size."""
+class _Seen(NamedTuple):
+    """One size.
+
+    Attributes:
+        samples: the size.
+        times: before the backbone forward and backward, and behind it forward and backward [s].
+        kept_bytes: before the backbone, and behind it.
+        route, message: of the first call of the backbone.
+        calls: of the backbone.
+    """
 
     samples: int
-    before_s: tuple[float, float]  # forward, backward
-    head_s: tuple[float, float]
-    before_bytes: int
-    head_bytes: int
+    times: tuple[float, ...]
+    kept_bytes: tuple[int, int]
     route: Route
     message: Any
     calls: int
@@ -87,12 +86,12 @@ def measure_outside(
     layers: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter],
     buffers: Sequence[Tensor],
-    optimizer: OptimizerSpec,
+    copies: Mapping[int, int],
     device: torch.device,
 ) -> Outside:
     """Measures the step outside of the backbone.
 
-    Gradients of all parameters, the buffers named, and torch's random streams are afterwards as before.
+    Gradients are None afterwards; what else a step changes is put back by a `Snapshot`.
 
     Args:
         bodies: samples and step, e.g. ``(8, lambda: module.training_step(batch_of_8, 0))``; two sizes or more.
@@ -100,7 +99,7 @@ def measure_outside(
         layers: of the backbone, in order.
         parameters: outside of the layers.
         buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
-        optimizer: for the size of its state, see `optimizer_bytes`.
+        copies: of parameters that the optimizer keeps, see `state_copies`.
         device: where the step runs; layers that are elsewhere go there one at a time, in copies.
 
     Raises:
@@ -108,8 +107,7 @@ def measure_outside(
         ValueError: fewer than two sizes.
     """
     inside = [p for layer in layers for p in layer.parameters()]
-    with _unchanged([*parameters, *inside], [*buffers, *(b for layer in layers for b in layer.buffers())], device):
-        seen = _Bench(cut, layers, [*parameters, *inside], Timer(device)).measure(bodies)
+    seen = _Bench(cut, layers, [*parameters, *inside], Timer(device)).measure(bodies)
     if len({s.calls for s in seen}) > 1:
         counts = {s.samples: s.calls for s in seen}
         raise RuntimeError(
@@ -124,18 +122,18 @@ def measure_outside(
     held = tensor_bytes([*parameters, *buffers]) + tensor_bytes(trained)
     before = LayerCost(
         name="before",
-        forward=_fit(seen, lambda s: s.before_s[0]),
-        backward=_fit(seen, lambda s: s.before_s[1]),
+        forward=_fit(seen, 0),
+        backward=_fit(seen, 1),
         param_bytes=tensor_bytes(trained),
-        state_bytes=held + optimizer_bytes(trained, optimizer),
-        activation_bytes=last.before_bytes / last.samples,
+        state_bytes=held + optimizer_bytes(trained, copies),
+        activation_bytes=last.kept_bytes[0] / last.samples,
         output_bytes=tensor_bytes(tensors_of(last.message)) / last.samples,
     )
     head = LayerCost(
         name="head",
-        forward=_fit(seen, lambda s: s.head_s[0]),
-        backward=_fit(seen, lambda s: s.head_s[1]),
-        activation_bytes=last.head_bytes / last.samples,
+        forward=_fit(seen, 2),
+        backward=_fit(seen, 3),
+        activation_bytes=last.kept_bytes[1] / last.samples,
     )
     first = {s.samples: (s.route, s.message) for s in seen}
     return Outside(before=before, head=head, calls=last.calls, first=first)
@@ -146,15 +144,13 @@ def measure_whole(
     *,
     module: nn.Module,
     name: str,
-    optimizer: OptimizerSpec,
+    copies: Mapping[int, int],
     device: torch.device,
 ) -> ModelCost:
     """Measures forward and backward of training steps whose layers are not known: the whole module is the one layer.
 
-    Gradients and torch's random streams are afterwards as before; all else that a step changes is not, see `Snapshot`.
-
     Args:
-        bodies, optimizer, device: see `measure_outside`.
+        bodies, copies, device: see `measure_outside`, which leaves the same changed.
         module: on the device.
         name: of the layer.
 
@@ -162,20 +158,18 @@ def measure_whole(
         ValueError: fewer than two sizes.
         torch.OutOfMemoryError: the step does not fit.
     """
-    parameters = list(module.parameters())
-    with _unchanged(parameters, (), device):
-        seen = _Bench(nullcontext(), (), parameters, Timer(device)).measure(bodies)
+    seen = _Bench(nullcontext(), (), list(module.parameters()), Timer(device)).measure(bodies)
     layer = LayerCost(
         name=name,
-        forward=_fit(seen, lambda s: s.before_s[0]),
-        backward=_fit(seen, lambda s: s.head_s[1]),
+        forward=_fit(seen, 0),
+        backward=_fit(seen, 3),
         param_bytes=trained_bytes(module),
-        state_bytes=state_bytes(module, optimizer),
-        activation_bytes=(seen[-1].before_bytes + seen[-1].head_bytes) / seen[-1].samples,
+        state_bytes=state_bytes(module, copies),
+        activation_bytes=sum(seen[-1].kept_bytes) / seen[-1].samples,
     )
     free = AffineCost(fixed_s=0.0, per_sample_s=0.0)
-    ends = [LayerCost(name=end, forward=free, backward=free) for end in ("before", "head")]
-    return ModelCost(layers=(layer,), before=ends[0], head=ends[1])
+    before, head = (LayerCost(name=end, forward=free, backward=free) for end in ("before", "head"))
+    return ModelCost(layers=(layer,), before=before, head=head)
 
 
 def measure_series(
@@ -188,9 +182,7 @@ def measure_series(
         parameters, device: see `measure_whole`; what stays changed is the same.
         steps: how many.
     """
-    with _unchanged(parameters, (), device):
-        runs = _Bench(nullcontext(), (), parameters, Timer(device)).runs(0, body, steps)
-    return [sum(run.before_s) + sum(run.head_s) for run in runs]
+    return [sum(run.times) for run in _Bench(nullcontext(), (), parameters, Timer(device)).runs(0, body, steps)]
 
 
 def count_calls(
@@ -211,8 +203,8 @@ def count_calls(
     return calls
 
 
-def _fit(seen: Sequence[_Seen], value: Callable[[_Seen], float]) -> AffineCost:
-    return fit_affine([s.samples for s in seen], [value(s) for s in seen])
+def _fit(seen: Sequence[_Seen], time: int) -> AffineCost:
+    return fit_affine([s.samples for s in seen], [s.times[time] for s in seen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,67 +223,70 @@ class _Bench:
         found: list[_Seen] = []
         for samples, body in sorted(bodies, key=lambda one: one[0]):
             runs = self.runs(samples, body, _REPEATS)
-            before_s, head_s = ([getattr(r, name) for r in runs] for name in ("before_s", "head_s"))
-            found.append(replace(runs[-1], before_s=_medians(before_s), head_s=_medians(head_s)))
+            found.append(runs[-1]._replace(times=tuple(map(median, zip(*(r.times for r in runs), strict=True)))))
         return found
 
     def runs(self, samples: int, body: Callable[[], Any], count: int) -> list[_Seen]:
         """Returns so many runs, after one that does not count."""
-        with Carrier() as carrier:
-            self.timer.warm_up(lambda: self._run(samples, body, carrier))
-            return [self._run(samples, body, carrier) for _ in range(1 + count)][1:]
+        try:
+            with Carrier() as carrier, torch.enable_grad():
+                self.timer.warm_up(lambda: self._run(samples, body, carrier))
+                return [self._run(samples, body, carrier) for _ in range(1 + count)][1:]
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def _run(self, samples: int, body: Callable[[], Any], carrier: Carrier) -> _Seen:
-        timer = self.timer
         step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, samples))
         calls: list[BackboneCall] = []
-        spans: list[tuple[Any, Any]] = []  # of the forward: before, then behind each call
+        forward, backward = _Spans(self.timer), _Spans(self.timer)  # before, then behind each call; the way back
         kept = Kept(self.parameters)
         try:
             with self.cut, kept:
-                start = timer.mark()
-                outcome = step.start()
-                spans.append((start, timer.mark()))
+                outcome = forward.timed(step.start)
                 before_bytes = kept.size_bytes()
                 while isinstance(outcome, Suspended):
                     calls.append(outcome.value)
-                    reply = calls[-1].reply(_through(self.layers, calls[-1], timer.device))
-                    start = timer.mark()
-                    outcome = step.resume(reply)
-                    spans.append((start, timer.mark()))
+                    reply = calls[-1].reply(_through(self.layers, calls[-1], self.timer.device))
+                    outcome = forward.timed(step.resume, reply)
         finally:
             step.close()
         route, message = (calls[0].route, detached(calls[0].value)) if calls else (PLAIN, None)
         loss = loss_of(outcome.value)
         head_bytes = kept.size_bytes() - before_bytes
-        retain = graphs_to_retain(loss, calls)
-        start = timer.mark()
+        retain, *retains = graphs_to_retain(loss, calls)
         if loss.requires_grad:
-            loss.sum().backward(retain_graph=retain[0])
-        back = [(start, timer.mark())]
-        for call, keep in zip(reversed(calls), retain[1:], strict=True):
+            backward.timed(loss.sum().backward, retain_graph=retain)
+        for call, keep in zip(reversed(calls), retains, strict=True):
             if call.grad_enabled:
                 call.output_grads()
                 grads = [torch.zeros_like(t) if t.requires_grad else None for t in call.inputs]
-                start = timer.mark()
-                call.backward(grads, retain_graph=keep)
-                back.append((start, timer.mark()))
-        seconds = [timer.seconds(*span) for span in spans]
-        back_s = [timer.seconds(*span) for span in back]
-        return _Seen(
-            samples,
-            (seconds[0], back_s[-1] if len(back_s) > 1 else 0.0),
-            (sum(seconds[1:]), back_s[0] + sum(back_s[1:-1])),
-            before_bytes,
-            head_bytes,
-            route,
-            message,
-            len(calls),
-        )
+                backward.timed(call.backward, grads, retain_graph=keep)
+        before_s, *behind_s = forward.seconds()
+        *back_s, last_s = backward.seconds() or [0.0]
+        if calls and calls[0].grad_enabled:  # the last way back leads through what is before the backbone
+            times = before_s, last_s, sum(behind_s), sum(back_s)
+        else:
+            times = before_s, 0.0, sum(behind_s), sum(back_s) + last_s
+        return _Seen(samples, times, (before_bytes, head_bytes), route, message, len(calls))
 
 
-def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return median(first for first, _ in pairs), median(second for _, second in pairs)
+class _Spans:
+    """Times of several calls, read when all are made."""
+
+    def __init__(self, timer: Timer) -> None:
+        self._timer = timer
+        self._spans: list[tuple[Any, Any]] = []
+
+    def timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a function returns, and takes its time."""
+        start = self._timer.mark()
+        found = function(*args, **kwargs)
+        self._spans.append((start, self._timer.mark()))
+        return found
+
+    def seconds(self) -> list[float]:
+        return [self._timer.seconds(*span) for span in self._spans]
 
 
 def _through(layers: Sequence[nn.Module], call: BackboneCall, device: torch.device) -> Any:
@@ -302,21 +297,3 @@ def _through(layers: Sequence[nn.Module], call: BackboneCall, device: torch.devi
             with resident(layer, device):
                 value = through(layer, value)
         return value
-
-
-@contextmanager
-def _unchanged(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> Any:
-    """Gradients on; gradients, buffers and random streams are put back afterwards."""
-    grads = [(p, p.grad) for p in parameters]
-    values = [(b, b.clone()) for b in buffers]
-    for p, _ in grads:
-        p.grad = None
-    try:
-        with nothing_drawn(device), torch.enable_grad():
-            yield
-    finally:
-        for p, grad in grads:
-            p.grad = grad
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)

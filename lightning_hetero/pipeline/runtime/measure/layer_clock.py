@@ -6,8 +6,7 @@ is one layer's.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,17 +25,10 @@ class LayerClock:
     Args:
         layers: numbers of the stage's layers, in order.
         device: where they are.
-        clock: of the host, seconds; injectable for tests.
     """
 
-    def __init__(
-        self,
-        layers: Iterable[int],
-        device: torch.device,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._now = partial(device_of(device).stamp, timing=True, clock=clock)
+    def __init__(self, layers: Iterable[int], device: torch.device) -> None:
+        self._now = partial(device_of(device).stamp, timing=True)
         self._forward: dict[int, list[_Span]] = {index: [] for index in layers}
         self._backward: dict[int, list[_Span]] = {index: [] for index in self._forward}
         self._since = self._now()
@@ -50,7 +42,7 @@ class LayerClock:
         """
         tensor = _with_gradient(inputs)
         if tensor is not None and not tensor.is_leaf:
-            tensor.register_hook(self._through)
+            tensor.register_hook(lambda _: self.is_back())
         self._since = self._now()
 
     def returned(self, index: int, output: Any) -> None:
@@ -69,9 +61,6 @@ class LayerClock:
         now = self._now()
         self._spent(now)
         self._at, self._since = index, now
-
-    def _through(self, _: Tensor) -> None:
-        self.is_back()
 
     def is_back(self) -> None:
         """It has ended, or has left the layers."""

@@ -7,17 +7,16 @@ it its input), and without the storages of parameters and buffers, which are the
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-OptimizerSpec: TypeAlias = "Optimizer | Callable[[Sequence[nn.Parameter]], float] | None"
+from lightning_hetero.pipeline.runtime.ownership.by_parameter import copies_per_group
+from lightning_hetero.pipeline.runtime.ownership.pruning import moved_by
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -80,61 +79,29 @@ def trained_bytes(layer: nn.Module) -> int:
     return tensor_bytes(p for p in layer.parameters() if p.requires_grad)
 
 
-def state_bytes(layer: nn.Module, optimizer: OptimizerSpec = None) -> float:
-    """Returns the size of parameters, buffers, gradients and optimizer state [bytes].
-
-    Raises:
-        ValueError: see `optimizer_bytes`.
-    """
+def state_bytes(layer: nn.Module, copies: Mapping[int, int]) -> int:
+    """Returns the size of parameters, buffers, gradients and optimizer state, see `state_copies` [bytes]."""
     held = tensor_bytes([*layer.parameters(), *layer.buffers()])
     trained = [p for p in layer.parameters() if p.requires_grad]
-    return held + tensor_bytes(trained) + optimizer_bytes(trained, optimizer)
+    return held + tensor_bytes(trained) + optimizer_bytes(trained, copies)
 
 
-# How many tensors of a parameter's size an optimizer keeps, by its settings for that parameter.
-_COPIES: dict[str, Callable[[dict[str, Any]], int]] = {
-    "SGD": lambda s: int(s.get("momentum", 0) != 0),
-    "Adam": lambda s: 2 + bool(s.get("amsgrad")),
-    "AdamW": lambda s: 2 + bool(s.get("amsgrad")),
-    "NAdam": lambda s: 2,
-    "RAdam": lambda s: 2,
-    "Adamax": lambda s: 2,
-    "Adagrad": lambda s: 1,
-    "Adadelta": lambda s: 2,
-    "ASGD": lambda s: 1,
-    "Rprop": lambda s: 2,
-    "RMSprop": lambda s: 1 + (s.get("momentum", 0) != 0) + bool(s.get("centered")),
-}
+def state_copies(optimizer: Optimizer | None) -> dict[int, int]:
+    """Returns how many tensors of its size an optimizer keeps for a parameter, by the parameter's id."""
+    if optimizer is None:
+        return {}
+    groups = zip(optimizer.param_groups, copies_per_group(optimizer), strict=True)
+    return {id(p): number for group, number in groups for p in group["params"]}
 
 
-def optimizer_bytes(parameters: Sequence[nn.Parameter], optimizer: OptimizerSpec) -> float:
+def optimizer_bytes(parameters: Iterable[nn.Parameter], copies: Mapping[int, int]) -> int:
     """Returns the size of the state an optimizer keeps for the parameters, without scalars such as step counts [bytes].
 
     Args:
-        parameters: trained ones.
-        optimizer: its settings per parameter count; parameters it does not have cost nothing. Or a callable that takes
-            parameters and returns the size [bytes], or ``None`` for no state.
-
-    Raises:
-        ValueError: an optimizer that is not known; a callable is the way out.
+        parameters: trained ones; those that the optimizer does not have cost nothing.
+        copies: see `state_copies`.
     """
-    parameters = list({id(p): p for p in parameters}.values())
-    if optimizer is None or not parameters:
-        return 0.0
-    if not isinstance(optimizer, Optimizer):
-        return float(optimizer(parameters))
-    settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    copies = next((_COPIES[k.__name__] for k in type(optimizer).__mro__ if _is_known(k)), None)
-    if copies is None:
-        raise ValueError(
-            f"how much state {type(optimizer).__name__} keeps is not known (known: {', '.join(_COPIES)}): give a"
-            " callable that returns the bytes for some parameters"
-        )
-    return float(sum(copies(settings[id(p)]) * tensor_bytes([p]) for p in parameters if id(p) in settings))
-
-
-def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in _COPIES
+    return sum(copies.get(key, 0) * p.nbytes for key, p in {id(p): p for p in parameters}.items())
 
 
 # ---- what is on the device while a model is measured -------------------------------------------------------------
@@ -167,21 +134,12 @@ def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
 def move_but(module: nn.Module, left: Iterable[Tensor], device: torch.device) -> None:
     """Calls ``module.to(device)`` for all but some tensors, which stay where they are.
 
-    Modules that do more there do it, such as a LightningModule's ``device`` or the states of metrics. There is no way
-    back but a `Snapshot` from before.
+    There is no way back but a `Snapshot` from before.
     """
     stay = {id(tensor): tensor for tensor in left}
 
-    def apply(module: nn.Module, move: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        del move
+    def move(tensor: Tensor, _: object) -> Tensor:
+        return tensor if id(tensor) in stay or tensor.is_meta else copied_to(tensor, device)
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor if id(tensor) in stay or tensor.is_meta else copied_to(tensor, device)
-
-        return type(module)._apply(module, moved, *args, **kwargs)
-
-    vars(module)["_apply"] = types.MethodType(apply, module)
-    try:
+    with moved_by(module, move):
         module.to(device)
-    finally:
-        del vars(module)["_apply"]

@@ -174,8 +174,8 @@ def _restores(x: Any, y: Any, originals: dict[int, Any]) -> Iterator[Callable[[]
         return
     if isinstance(held := getattr(y, "__dict__", None), dict):
         yield partial(_refill, vars(x), {key: back(value) for key, value in held.items()})
-    for slot in _slots(type(x)):
-        yield partial(_put_slot, x, y, slot, back)
+    if slots := _slots(y):
+        yield partial(_put_slots, x, {name: back(value) for name, value in slots.items()})
 
 
 def _refill(target: Any, entries: Any) -> None:
@@ -190,18 +190,18 @@ def _refill(target: Any, entries: Any) -> None:
         getattr(kind, "update" if kind is set else "extend")(target, entries)
 
 
-def _slots(kind: type) -> Iterator[Any]:
-    for base in kind.__mro__:
-        if "__slots__" in vars(base):
-            yield from (v for v in vars(base).values() if isinstance(v, MemberDescriptorType))
+def _slots(x: object) -> dict[str, Any]:
+    """Returns what an object's slots hold, those of its class apart from its ``__dict__``."""
+    bases = [vars(base) for base in type(x).__mro__ if "__slots__" in vars(base)]
+    names = [name for base in bases for name, held in base.items() if isinstance(held, MemberDescriptorType)]
+    return {name: getattr(x, name) for name in names if hasattr(x, name)}
 
 
-def _put_slot(x: Any, y: Any, slot: Any, back: Callable[[Any], Any]) -> None:
-    try:
-        slot.__set__(x, back(slot.__get__(y)))
-    except AttributeError:  # the copy has no value there
-        if hasattr(x, slot.__name__):
-            slot.__delete__(x)
+def _put_slots(x: object, slots: dict[str, Any]) -> None:
+    for name in _slots(x).keys() - slots.keys():
+        object.__delattr__(x, name)
+    for name, value in slots.items():
+        object.__setattr__(x, name, value)
 
 
 def _generator(x: Any, y: Any) -> Callable[[], object] | None:

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each parameter by itself: tried on small copies of its parameters (layer T).
+"""What an optimizer does to its parameters and keeps for them: tried on small copies of these (layer T).
 
     gradients   a, b, c     five steps ──► parameter 1      equal: it does
     gradients   a, 3b, 3c   five steps ──► parameter 1      else the ranks, which have some each, would step otherwise
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _STEPS = 5  # some take note of others only after a few
-_MOST = 4  # parameters of a group, and groups
+_MOST = 4  # parameters of a group, and groups whose parameters are compared
 
 
 def treats_each_by_itself(optimizer: Optimizer) -> bool:
@@ -42,8 +42,28 @@ def passes_per_step(optimizer: Optimizer) -> int:
         return 1
 
 
+def copies_per_group(optimizer: Optimizer) -> list[int]:
+    """Returns how many tensors of a parameter's size an optimizer keeps for it, by parameter group.
+
+    From its state, if there is one, else from a step that is tried; twice, as for Adam, where it cannot be.
+    """
+    try:
+        known = optimizer if optimizer.state else _stepped(optimizer, None)[0]
+    except Exception:
+        return [2] * len(optimizer.param_groups)
+    first = [group["params"][0] for group in known.param_groups]
+    states = [(p, known.state.get(p, {}).values()) for p in first]
+    return [sum(isinstance(kept, Tensor) and kept.shape == p.shape for kept in state) for p, state in states]
+
+
 def _tried(optimizer: Optimizer, alone: int | None) -> tuple[list[Tensor], int]:
-    """Returns a copy's parameters after some steps, and its passes per step.
+    """Returns a copy's parameters after some steps, and its passes per step; see `_stepped`."""
+    twin, passes = _stepped(optimizer, alone)
+    return [toy.detach() for group in twin.param_groups[:_MOST] for toy in group["params"]], passes
+
+
+def _stepped(optimizer: Optimizer, alone: int | None) -> tuple[Optimizer, int]:
+    """Returns a copy after some steps, and how often each called its closure.
 
     Args:
         optimizer: of which a copy is stepped.
@@ -69,7 +89,7 @@ def _tried(optimizer: Optimizer, alone: int | None) -> tuple[list[Tensor], int]:
         torch.manual_seed(1)
         for _ in range(_STEPS):
             step(twin, closure)
-    return [toy.detach() for toy in toys], round(passes / _STEPS)
+    return twin, round(passes / _STEPS)
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
@@ -85,7 +105,6 @@ def _twin(optimizer: Optimizer) -> Optimizer:
         group["params"] = group["params"][:_MOST]
         if isinstance(group.get("lr"), float | int):
             group["lr"] = 0.1  # a warm-up may begin with 0
-    del twin.param_groups[_MOST:]
     return twin
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_together
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.objects import packed, receive, send
+from lightning_hetero.transport.objects import gathered, packed, receive, send
 
 K = TypeVar("K", bound=Hashable)
 
@@ -83,10 +83,8 @@ class WholeState:
         Raises:
             RuntimeError: no rank has values for one of them.
         """
-        apart: list[set[str] | None] = [None] * dist.get_world_size(self.group)
-        own = {key for key, tensor in values.items() if tensor.is_meta}
-        dist.all_gather_object(apart, own if self._ownership.rank == 0 else set(), group=self.group)
-        if not (wanted := apart[0]):
+        apart = {key for key, tensor in values.items() if tensor.is_meta}
+        if not (wanted := gathered(apart, self.group, dist.Work.wait)[0]):
             return {}
         return self._collect(lambda: {k: v for k, v in values.items() if k in wanted}, lambda _: 0, ())
 
@@ -103,9 +101,7 @@ class WholeState:
         ownership, by_id = self._ownership, self._by_id(optimizer)
         names: dict[int, str] = {}
         for index, parameter in enumerate(_parameters(optimizer)):
-            if (
-                by_id[id(parameter)] not in names.values()
-            ):  # one that occurs again has its first index, as in torch
+            if by_id[id(parameter)] not in names.values():  # one that occurs again has its first index, as in torch
                 names[index] = by_id[id(parameter)]
         whole: dict[str, Any] = {}
 
@@ -114,7 +110,7 @@ class WholeState:
             return {k: v for k, v in whole["state"].items() if k not in names or ownership.holds(names[k])}
 
         def source(key: Any) -> int:
-            return ownership.owners(names[key])[0] if key in names else ownership.leaders[0]
+            return ownership.owners(names[key])[0] if key in names else ownership.groups[0][0]
 
         collected = self._collect(state, source, names.keys())
         if ownership.rank != 0:
@@ -159,7 +155,7 @@ class WholeState:
         saved = (index for group in state["param_groups"] for index in group["params"])
         names = {index: by_id[id(p)] for index, p in zip(saved, _parameters(optimizer), strict=False)}
         mine = {
-            key: pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+            key: pytree.tree_map_only(Tensor, torch.clone, value)
             for key, value in state["state"].items()
             if key not in names or self._ownership.holds(names[key])
         }
@@ -188,36 +184,33 @@ class WholeState:
             source: the rank that a key is to come from.
             certain: keys that come from there only; others from any rank of group 0 that has values for them.
         """
-        ownership, problem = self._ownership, None
-        rank, senders = ownership.rank, [r for r in ownership.groups[0] if r != 0]
+        rank, ranks = self._ownership.rank, self._ownership.groups[0]
+        senders = [r for r in ranks if r != 0]
         whole: dict[K, Any] = {}
         mine: dict[K, Any] = {}
         data: Tensor | None = None
-        try:
+        with together(self.group):
             made = make()
             whole = made if isinstance(made, dict) else dict(made)
             for key, value in whole.items():
-                offered = source(key) == rank if key in certain else rank in ownership.groups[0]
-                if offered and not any(t.is_meta for t in _tensors(value)):
+                offered = source(key) == rank if key in certain else rank in ranks
+                if offered and not any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(value)):
                     mine[key] = value
             if rank in senders:
                 data = packed({key: pytree.tree_map(_alone, value) for key, value in mine.items()}, tensors=True)
-        except Exception as error:
-            problem = error
-        raise_together(problem, self.group)
         if data is not None:
             send(data, 0, self.group)
-        if rank == 0:
-            offers = {0: _on_host(mine)} | {sender: receive(sender, self.group) for sender in senders}
-            chosen = {key: r for r in reversed(ownership.groups[0]) for key in offers[r]}
-            chosen.update((key, source(key)) for key in chosen if key in offers.get(source(key), ()))
-            whole.update((key, offers[r][key]) for key, r in chosen.items())
-            if lost := [key for key in whole if key not in chosen]:
-                problem = KeyError(
-                    f"no rank of the pipeline has values for {lost[:5]}: all ranks must keep the same in their"
-                    " checkpoints; or use strategy='hetero_balanced'"
-                )
-        raise_together(problem, self.group)
+        with together(self.group):
+            if rank == 0:
+                offers = {0: _on_host(mine)} | {sender: receive(sender, self.group) for sender in senders}
+                chosen = {key: r for r in reversed(ranks) for key in offers[r]}
+                chosen.update((key, source(key)) for key in chosen if key in offers.get(source(key), ()))
+                whole.update((key, offers[r][key]) for key, r in chosen.items())
+                if lost := [key for key in whole if key not in chosen]:
+                    raise KeyError(
+                        f"no rank of the pipeline has values for {lost[:5]}: all ranks must keep the same in their"
+                        " checkpoints; or use strategy='hetero_balanced'"
+                    )
         return whole if rank == 0 else OnRankZero()
 
 
@@ -241,10 +234,6 @@ def _on_host(values: dict[K, Any]) -> dict[K, Any]:
         return copies.setdefault((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype), leaf.cpu())
 
     return {key: pytree.tree_map(copied, value) for key, value in values.items()}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -3,6 +3,7 @@
     backward of the last micro-batch   layer 3 ──► layer 2 ──► layer 1 ──► layer 0 ──► before
     owners (2, 3)                      [ bucket 0 ]──────► summed, not waited for
     owners (2, 1)                                            [ bucket 1 ]─► [ bucket 2, outside ]
+    one bucket                         | gradient | gradient | ... | present? present? ... |
     finish()                           what is left; wait; write back into .grad
 
 Losses are weighted before backward, so gradients are *summed* over the owners. As in DDP, all ranks reduce their
@@ -14,19 +15,19 @@ of them, and one that was used nowhere keeps ``None``, without a further exchang
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.runtime.ownership.buckets import Bucket, BucketArrived, Queue, fill_buckets
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
-
-_MIB = 2**20
+from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
 
 
 class GradientSync:
@@ -41,18 +42,19 @@ class GradientSync:
         sync.finish()                                              # on all ranks
 
     `arm` may be left out: then nothing overlaps. Without `finish`, as under gradient accumulation, gradients stay
-    local.
+    local. Buckets are launched in the order that all ranks launch theirs in, whatever sets of owners they are of: so no
+    two ranks wait for one another, each in another sum, where a device carries out one after the other.
 
     Args:
         module: the whole model, pruned.
-        ownership: who holds what.
+        ownership: which rank holds what.
         groups: of processes; those that are needed here are made now, so the constructor is collective.
         bucket_bytes: of gradients per all-reduce, as DDP's ``bucket_cap_mb``.
         least_bytes: of gradients that are reduced before the last backward pass has ended. Fewer travel with the rest.
         wait: waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive, or the module is not the ownership's.
+        ValueError: the module is not the ownership's.
     """
 
     def __init__(
@@ -61,23 +63,18 @@ class GradientSync:
         ownership: Ownership,
         *,
         groups: OwnerGroups,
-        bucket_bytes: int = 25 * _MIB,
+        bucket_bytes: int = 25 * 2**20,
         least_bytes: int = 0,
         wait: Callable[[Waited], object] = wait_for,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, e.g. {25 * _MIB}")
-        self._groups = groups
+        self._groups, self._wait = groups, wait
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
-        self._wait = wait
-        tensors = ownership.tensors(module)
-        names = ownership.parameters
+        tensors, names = ownership.tensors(module), ownership.parameters
         groups.prepare(ownership.holders(name) for name in tensors)
-        self._known = {id(tensors[name]): tensors[name] for name in names}  # kept: an id is not given again
+        self._own = [tensors[name] for name in names]
         self._counted = {id(tensors[n]) for n in names if ownership.owners(n)[0] == ownership.rank}
-        devices = [device_of(tensor.device) for tensor in self._known.values()]
-        self._widest = devices[0].widest_float() if devices else torch.float64
-        floating = (tensor.dtype for tensor in self._known.values() if tensor.is_floating_point())
+        self._widest = device_of(self._own[0].device).widest_float() if self._own else torch.float64
+        floating = (tensor.dtype for tensor in self._own if tensor.is_floating_point())
         self._dtype = next(floating, torch.get_default_dtype())
 
         def late(name: str) -> bool:
@@ -92,8 +89,9 @@ class GradientSync:
             if len(owners) > 1 and ownership.rank in owners:
                 assert isinstance(parameter, nn.Parameter)
                 self._synced.setdefault(owners, []).append((parameter, late(name)))
-        self._layouts: dict[tuple[bool, ...], Queue] = {}
-        self._queue: Queue | None = None  # while armed
+        self._layouts: dict[tuple[bool, ...], list[Bucket]] = {}
+        self._buckets: list[Bucket] | None = None  # while they are armed or under way
+        self._launched = 0
         self._hooks: list[Any] = []
 
     def sizes_bytes(self) -> dict[tuple[int, ...], int]:
@@ -110,32 +108,22 @@ class GradientSync:
 
         Each parameter is taken to get its last gradient in one backward pass that has not begun yet; what is outside
         the layers, and tied weights, wait for `finish`.
-
-        Raises:
-            RuntimeError: it is armed already.
         """
-        if self._queue is not None:
-            raise RuntimeError("gradients are being synchronised: call finish() before the next arm()")
-        self._queue = self._layout()
-        for bucket in self._queue.buckets:
-            bucket.awaited = set() if bucket.late else set(map(id, bucket.parameters))
+        self._buckets = self._layout()
+        for bucket in self._buckets:
             if not bucket.late:
-                arrived = BucketArrived(self._queue, bucket)
+                bucket.awaited = set(map(id, bucket.parameters))
+                arrived = partial(self._arrived, bucket)
                 self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in bucket.parameters]
 
-    def disarm(self) -> None:
-        """Removes the hooks of `arm`; for a step that failed. What is under way is forgotten."""
+    def close(self) -> None:
+        """Removes the hooks of `arm`, and forgets what is under way."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._queue is not None:
-            self._queue.forget()
-        self._queue = None
-
-    def close(self) -> None:
-        """As `disarm`, for good: lets go of the groups."""
-        self.disarm()
-        self._layouts.clear()
+        for bucket in self._buckets or ():
+            bucket.forget()
+        self._buckets, self._launched = None, 0
 
     def launch(self) -> None:
         """Starts to reduce what has not been yet; all ranks call it, or none, before `finish`.
@@ -143,12 +131,8 @@ class GradientSync:
         Raises:
             TypeError: a sparse gradient.
         """
-        self._queue = self._layout() if self._queue is None else self._queue
-        try:
-            self._queue.launch_all()
-        except BaseException:
-            self.disarm()
-            raise
+        self._buckets = self._layout() if self._buckets is None else self._buckets
+        self._launch(all_of_them=True)
 
     def finish(self) -> None:
         """Reduces what has not been yet, waits for all, and writes the sums into ``.grad``.
@@ -159,15 +143,35 @@ class GradientSync:
             TypeError: a sparse gradient.
             RuntimeError: a peer is lost, or what ``wait`` raises.
         """
-        self.launch()
         try:
-            assert self._queue is not None
-            for bucket in self._queue.buckets:
+            self.launch()
+            for bucket in self._buckets or ():
                 bucket.collect(self._wait)
         finally:
-            self.disarm()
+            self.close()
 
-    def _layout(self) -> Queue:
+    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
+        """One more gradient of a bucket is complete."""
+        if bucket.sent is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a further gradient after it had been"
+                " synchronised; reentrant checkpointing does this to parameters it uses several times: use"
+                " use_reentrant=False, or synchronise without overlap"
+            )
+        bucket.awaited.discard(id(parameter))
+        if not bucket.awaited:
+            self._launch(all_of_them=False)
+
+    def _launch(self, *, all_of_them: bool) -> None:
+        """Launches the next buckets, while they are complete or all."""
+        assert self._buckets is not None
+        for bucket in self._buckets[self._launched :]:
+            if not all_of_them and (bucket.awaited or bucket.late):
+                return
+            self._launched += 1
+            bucket.launch()
+
+    def _layout(self) -> list[Bucket]:
         """The buckets for the parameters that are trained at present: some are frozen or thawed meanwhile."""
         trained = tuple(p.requires_grad for entries in self._synced.values() for p, _ in entries)
         if trained not in self._layouts:
@@ -179,33 +183,25 @@ class GradientSync:
                 buckets += fill_buckets(chosen, self._bucket_bytes, group=group, least_bytes=self._least_bytes)
             # Not by the first one: a bucket is complete with its last.
             buckets.sort(key=lambda bucket: (bucket.late, max(self._place[id(p)] for p in bucket.parameters)))
-            self._layouts[trained] = Queue(buckets)
+            self._layouts[trained] = buckets
         return self._layouts[trained]
 
     # ---- over the whole model ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def norm(self, parameters: Iterable[Tensor] | None = None) -> Tensor:
-        """Returns the 2-norm of the whole model's gradients, as if they were one vector on one device.
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Returns the 2-norm of gradients over the whole model, as if they were one vector on one device.
 
         After `finish`; all ranks call it. Each parameter counts once, on the owner in the lowest group.
 
         Args:
-            parameters: of this module, this rank's or all; None: all.
+            parameters: of this module, those that this rank holds.
 
         Returns:
             A number (0-dimensional tensor), the same on all ranks, of the module's dtype.
-
-        Raises:
-            ValueError: a parameter that is not the module's.
         """
-        gradients = [
-            p.grad for p in self._chosen(parameters) if id(p) in self._counted and p.grad is not None
-        ]
-        norms = torch.zeros(1, dtype=torch.float64)
-        if gradients:
-            norms = torch.stack([n.to(self._widest) for n in torch._foreach_norm(gradients)]).to("cpu", torch.float64)
-        return self._total(norms.pow(2).sum()).sqrt().to(self._dtype)
+        norms = [norm for norm in self.own_norms(parameters, 2.0) if norm is not None]
+        return self._total(torch.tensor(norms, dtype=torch.float64).pow(2).sum()).sqrt().to(self._dtype)
 
     @torch.no_grad()
     def own_norms(self, parameters: Sequence[Tensor], norm_type: float) -> list[float | None]:
@@ -224,27 +220,17 @@ class GradientSync:
         return found
 
     @torch.no_grad()
-    def clip_by_norm(self, parameters: Iterable[Tensor] | None, max_norm: float) -> Tensor:
-        """Scales gradients so that their norm over the whole model is at most ``max_norm``.
+    def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns what it was.
 
         `torch.nn.utils.clip_grad_norm_` for a model that no rank has as a whole; after `finish`, all ranks call it.
 
         Args:
-            parameters: of this module, this rank's or all; None: all.
+            parameters: see `norm`.
             max_norm: the greatest norm allowed, >= 0.
-
-        Returns:
-            The norm before, the same on all ranks.
-
-        Raises:
-            ValueError: ``max_norm`` is negative or NaN, or a parameter is not the module's.
         """
-        if not float(max_norm) >= 0.0:
-            raise ValueError(f"max_norm={max_norm!r} must be >= 0")
-        chosen = self._chosen(parameters)
-        total = self.norm(chosen)
-        gradients = [g for p in chosen if (g := _gradient(p)) is not None]
-        if gradients:
+        total = self.norm(parameters)
+        if gradients := _gradients(parameters):
             factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.item())  # a number goes to the device without a copy
         return total
@@ -256,8 +242,7 @@ class GradientSync:
         For a `torch.amp.GradScaler`, which looks at its own rank only, between `finish` and ``unscale_`` or ``step``:
         all ranks then skip the update together. All ranks call it.
         """
-        gradients = [g for p in self._known.values() if (g := _gradient(p)) is not None]
-        flag = torch.zeros(1)
+        gradients, flag = _gradients(self._own), torch.zeros(1)
         if gradients:
             # A norm in the gradients' own dtype could overflow although all are finite; the greatest value cannot.
             each = torch.stack([n.to(torch.float32) for n in torch._foreach_norm(gradients, math.inf)])
@@ -267,23 +252,107 @@ class GradientSync:
             gradients[0].fill_(math.nan)
         return found
 
-    def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        if parameters is None:
-            return list(self._known.values())
-        chosen = list({id(p): p for p in parameters}.values())
-        if foreign := sum(id(p) not in self._known for p in chosen):
-            raise ValueError(
-                f"{foreign} of {len(chosen)} parameters are not the module's: who else holds them is not known"
-            )
-        return chosen
-
     def _total(self, tensor: Tensor) -> Tensor:
         under_way = start_sum(tensor, self._groups.world)
         self._wait(under_way.work)
         return under_way.result()
 
 
-def _gradient(parameter: Tensor) -> Tensor | None:
-    if parameter.is_meta or not parameter.numel():  # of no elements, an infinity norm is an error
-        return None
-    return parameter.grad
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients that are on this rank; without empty ones, of which an infinity norm is an error."""
+    return [p.grad for p in parameters if not p.is_meta and p.numel() and p.grad is not None]
+
+
+class Bucket:
+    """Gradients that are copied and summed together, of one dtype.
+
+    Args:
+        late: some of them are complete only when all backward passes are done, or it is not known when.
+        group: of their owners.
+    """
+
+    def __init__(self, late: bool, group: dist.ProcessGroup) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.late, self._group = late, group
+        self.awaited: set[int] = set()  # ids of parameters whose gradient is still to come
+        self.sent: Tensor | None = None
+        self._sum: Sum | None = None
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Starts to sum a copy of the gradients, and of which there are."""
+        flags = self.parameters[0].new_ones(len(self.parameters))
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                flags[i].zero_()
+        self.sent = torch.cat([*map(_flat, self.parameters), flags])
+        self._sum = start_sum(self.sent, self._group)
+
+    @torch.no_grad()
+    def collect(self, wait: Callable[[Waited], object]) -> None:
+        """Waits for the sum and writes it back; the bucket's memory is given free."""
+        assert self._sum is not None
+        wait(self._sum.work)
+        *pieces, flags = self._sum.result().split([*map(torch.Tensor.numel, self.parameters), len(self.parameters)])
+        lacking = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        used = (flags.abs() > 0).tolist() if lacking else ()
+        for i in lacking:
+            if used[i]:
+                self.parameters[i].grad = torch.empty_like(self.parameters[i])
+        pairs = [(p.grad, piece) for p, piece in zip(self.parameters, pieces, strict=True) if p.grad is not None]
+        if pairs:
+            # Many small ones: views of the gradients take a third of the time that views in their shapes do.
+            flat = [grad.is_contiguous() for grad, _ in pairs]
+            targets = [grad.view(-1) if one else grad for one, (grad, _) in zip(flat, pairs, strict=True)]
+            sources = [piece if one else piece.view(grad.shape) for one, (grad, piece) in zip(flat, pairs, strict=True)]
+            torch._foreach_copy_(targets, sources)
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives the memory free."""
+        self.sent = self._sum = None
+        self.awaited = set()
+
+
+def fill_buckets(
+    entries: Sequence[tuple[nn.Parameter, bool]],
+    bucket_bytes: int,
+    *,
+    group: dist.ProcessGroup,
+    least_bytes: int = 0,
+) -> list[Bucket]:
+    """Fills buckets in the order of the parameters; one is open for each dtype, and one for what is late.
+
+    Args:
+        entries: parameters, and whether the gradient is late.
+        bucket_bytes: from which on a bucket is full.
+        group: of their owners.
+        least_bytes: early gradients of one dtype that are fewer in all travel with the late ones.
+    """
+    early_bytes = Counter[torch.dtype]()
+    for parameter, late in entries:
+        early_bytes[parameter.dtype] += 0 if late else parameter.nbytes
+    few = {p.dtype for p, late in entries if late and early_bytes[p.dtype] < least_bytes}
+    buckets: list[Bucket] = []
+    filling: dict[tuple[bool, torch.dtype], Bucket] = {}
+    for parameter, comes_late in entries:
+        key = comes_late or parameter.dtype in few, parameter.dtype
+        if key not in filling:
+            filling[key] = Bucket(key[0], group)
+            buckets.append(filling[key])
+        filling[key].parameters.append(parameter)
+        if sum(p.nbytes for p in filling[key].parameters) >= bucket_bytes:
+            del filling[key]
+    return buckets
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter.new_zeros(parameter.numel())
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a {gradient.layout} gradient, which cannot be summed"
+            " over groups: use sparse=False in its embedding"
+        )
+    return gradient.reshape(-1)

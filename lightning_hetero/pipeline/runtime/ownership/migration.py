@@ -14,6 +14,7 @@ and settings of optimizers are the same on all ranks: these need not travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes, together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
@@ -158,43 +159,40 @@ class Migration:
             CancelledError: on all ranks, if one of them could not do its part: which, and why.
             RuntimeError: the ranks have different tickets; or a peer is lost, or what ``wait`` raises.
         """
-        rank, problem = self._old.rank, None
+        rank = self._old.rank
         outgoing: dict[int, list[Tensor]] = {}
         incoming: dict[int, list[Tensor]] = {}
-        described: dict[int, Any] = {}
-        text = packed(described)
-        try:
+        staged: dict[Any, Any] = {}
+        text = packed(None)
+        with self._together():
             self._refuse_copies()
+            described: dict[int, Any] = {}
             for target in sorted({move.target for move in self.moves if move.source == rank}):
                 described[target], outgoing[target] = _described(self._values(target), self._device)
             text = packed(described)
-        except Exception as error:
-            problem = error
-        offers = gathered((ticket, _said(problem), text), self._group, self._wait)
-        others = [r for r, (theirs, _, _) in enumerate(offers) if theirs != offers[0][0]]
+        offers = gathered((ticket, text), self._group, self._wait)
+        others = [r for r, (theirs, _) in enumerate(offers) if theirs != offers[0][0]]
         if others:
             raise RuntimeError(
                 f"ranks {others} are about to change to another plan, or at another batch, than rank 0:"
                 f" {offers[others[0]][0]} and {offers[0][0]}; this is a bug of lightning_hetero"
             )
-        _cancel_if([said for _, said, _ in offers], problem)
-        manifests: list[dict[int, Any]] = [unpacked(text) for _, _, text in offers]
-        try:
+        manifests: list[dict[int, Any]] = [unpacked(text) for _, text in offers]
+        with self._together():
             for source in (s for s, to in enumerate(manifests) if rank in to):
-                incoming[source] = _rooms(manifests[source][rank], self._device)
-        except Exception as error:
-            problem = error
-        self._agree(problem)
+                values, incoming[source] = _rooms(manifests[source][rank], self._device)
+                staged.update(values)
         self._transfer(outgoing, incoming)
-        self._agree(None)  # all have what they are to hold
+        with self._together():  # all have what they are to hold
+            self._staged = staged
         self.sent_bytes = {
-            (source, target): sum(tensor.nbytes for tensor in _absent(manifest))
+            (source, target): sum(leaf.nbytes for leaf in pytree.tree_leaves(manifest) if _is_absent(leaf))
             for source, to in enumerate(manifests)
             for target, manifest in to.items()
         }
-        self._staged = {}
-        for source, rooms in incoming.items():
-            self._staged.update(_filled(manifests[source][rank], rooms))
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(self._group, wait=self._wait, error=CancelledError)
 
     def _transfer(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]) -> None:
         """Sends and receives all tensors at once, from host to host."""
@@ -213,7 +211,7 @@ class Migration:
                 room.copy_(data.view(room.dtype).view(room.shape))
 
     def _refuse_copies(self) -> None:
-        """What the user has made of tensors that others hold would be where they were, while they move."""
+        """Refuses to move tensors of which the user has made copies, which would be where they were."""
         for optimizer in self._optimizers:  # state goes with the real parameter
             for parameter in [p for p in optimizer.state if p.is_meta]:
                 del optimizer.state[parameter]
@@ -229,10 +227,11 @@ class Migration:
         mine = [move for move in self.moves if move.source == self._old.rank and move.target == target]
         for number, module in enumerate(self._modules):
             tensors = self._old.tensors(module)
-            for name in (move.name for move in mine if not move.extra):
-                values["tensor", number, name] = tensors[name].detach(), tensors[name].requires_grad
-            for path in (move.name for move in mine if move.extra):
-                values["extra", number, path] = module.get_submodule(path).get_extra_state()
+            for move in mine:
+                if move.extra:
+                    values["extra", number, move.name] = module.get_submodule(move.name).get_extra_state()
+                else:
+                    values["tensor", number, move.name] = tensors[move.name].detach(), tensors[move.name].requires_grad
         tensors = self._old.tensors(self._modules[0])
         for name in (move.name for move in mine if move.name in self._old.parameters):
             for number, optimizer in enumerate(self._optimizers):
@@ -242,14 +241,6 @@ class Migration:
                 values["gradient", 0, name] = tensors[name].grad
         return values
 
-    def _agree(self, problem: Exception | None) -> None:
-        flag = torch.tensor([float(problem is not None)])
-        work = dist.all_reduce(flag, group=self._group, async_op=True)
-        assert work is not None
-        self._wait(work)
-        if flag:
-            _cancel_if(gathered(_said(problem), self._group, self._wait), problem)
-
     # ---- second phase ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -257,36 +248,28 @@ class Migration:
         """Lets what has come take its place, and gives free what others hold now; after `stage`, on all ranks."""
         assert self._staged is not None
         staged, self._staged = self._staged, None
-        states: list[tuple[int, Tensor, Any]] = []
         for number, module in enumerate(self._modules):
+            optimizers = () if number else self._optimizers
             tensors = self._old.tensors(module)
             replaced: dict[int, tuple[Tensor, Tensor]] = {}
-            for (kind, of, name), value in staged.items():
-                if kind != "tensor" or of != number:
-                    continue
-                data, trained = value
-                before = tensors[name]
+            states: list[tuple[Optimizer, Tensor, Any]] = []
+            for name in [name for kind, of, name in staged if (kind, of) == ("tensor", number)]:
+                (data, trained), before = staged["tensor", number, name], tensors[name]
                 if not before.is_meta:  # the lowest group's statistics
                     before.copy_(data)
                     continue
-                now = like(before, data)
-                now.requires_grad_(trained)
+                now = like(before, data).requires_grad_(trained)
                 replaced[id(before)] = before, now
-                if number == 0:
-                    states += [(i, now, staged[key]) for i in self._numbers if (key := ("state", i, name)) in staged]
+                if not number:
                     now.grad = staged.get(("gradient", 0, name))
-            put_in_place(module, self._optimizers if number == 0 else (), replaced)
-            optimizers = self._optimizers if number == 0 else ()
+                keys = [(optimizer, ("state", i, name)) for i, optimizer in enumerate(optimizers)]
+                states += [(optimizer, now, staged[key]) for optimizer, key in keys if key in staged]
+            put_in_place(module, optimizers, replaced)
             prune(module, optimizers, self._new, self._here, device=self._device)
-            for (kind, of, path), value in staged.items():
-                if kind == "extra" and of == number:
-                    module.get_submodule(path).set_extra_state(value)
-        for i, parameter, state in states:
-            self._optimizers[i].state[parameter] = state
-
-    @property
-    def _numbers(self) -> range:
-        return range(len(self._optimizers))
+            for optimizer, parameter, state in states:
+                optimizer.state[parameter] = state
+            for path in [path for kind, of, path in staged if (kind, of) == ("extra", number)]:
+                module.get_submodule(path).set_extra_state(staged["extra", number, path])
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------
@@ -302,9 +285,7 @@ def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, 
     """
     tensors: list[Tensor] = []
 
-    def described(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def described(leaf: Tensor) -> Tensor:
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
             raise TypeError(
                 f"a tensor of layout {leaf.layout} on {leaf.device} and of shape {tuple(leaf.shape)} cannot be"
@@ -315,22 +296,24 @@ def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, 
         tensors.append(leaf.detach())
         return torch.empty_like(tensors[-1], device="meta")
 
-    return pytree.tree_map(described, values), tensors
+    return pytree.tree_map_only(Tensor, described, values), tensors
 
 
-def _absent(described: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, Tensor) and leaf.is_meta]
+def _rooms(described: dict[Any, Any], device: torch.device) -> tuple[dict[Any, Any], list[Tensor]]:
+    """Returns values as they were described, with new tensors for those that will come, and these."""
+    rooms: list[Tensor] = []
+
+    def room(leaf: Any) -> Any:
+        if not _is_absent(leaf):
+            return leaf
+        rooms.append(torch.empty_like(leaf, device=device))
+        return rooms[-1]
+
+    return pytree.tree_map(room, described), rooms
 
 
-def _rooms(described: Any, device: torch.device) -> list[Tensor]:
-    """Returns new tensors for those that will come."""
-    return [torch.empty_like(leaf, device=device) for leaf in _absent(described)]
-
-
-def _filled(described: Any, rooms: Sequence[Tensor]) -> Any:
-    """Returns the values that were described, with what has come."""
-    come = iter(rooms)
-    return pytree.tree_map(lambda leaf: next(come) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, described)
+def _is_absent(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
 
 
 class _Together:
@@ -341,12 +324,3 @@ class _Together:
 
     def wait(self, *timeout: Any) -> bool:
         return all([work.wait(*timeout) for work in self._works if work is not None])
-
-
-def _said(problem: Exception | None) -> str:
-    return "" if problem is None else f"{type(problem).__name__}: {problem}"
-
-
-def _cancel_if(said: Sequence[str], problem: Exception | None) -> None:
-    if found := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
-        raise CancelledError("; ".join(found)) from problem

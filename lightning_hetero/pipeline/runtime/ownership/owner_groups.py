@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.groups import make_group
+from lightning_hetero.transport.objects import Wait, gathered
 
 _MOST_GROUPS = 64  # kept; each costs sockets and threads, or memory on the device
 
@@ -90,17 +91,35 @@ def _destroy(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def raise_together(problem: Exception | None, group: dist.ProcessGroup) -> None:
+def raise_together(
+    problem: Exception | None,
+    group: dist.ProcessGroup,
+    *,
+    wait: Wait = dist.Work.wait,
+    error: type[RuntimeError] = RuntimeError,
+) -> None:
     """Raises on all ranks if there is a ``problem`` on some rank; collective.
 
     Raises:
-        RuntimeError: names the ranks and what each said; where the problem is, it is the cause.
+        RuntimeError: or the ``error`` given; names the ranks and what each said; where the problem is, it is the cause.
     """
     own = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    problems: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, own, group=group)
-    if said := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
-        raise RuntimeError("; ".join(said)) from problem
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(own, group, wait)) if text]
+    if said:
+        raise error("; ".join(said)) from problem
+
+
+@contextlib.contextmanager
+def together(
+    group: dist.ProcessGroup, *, wait: Wait = dist.Work.wait, error: type[RuntimeError] = RuntimeError
+) -> Iterator[None]:
+    """What is inside succeeds on all ranks, or is an error on all of them, see `raise_together`; collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        problem = caught
+    raise_together(problem, group, wait=wait, error=error)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -112,7 +131,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -> None:
     """Gives rank 0's parameters and buffers, also those that are not saved, to all that hold them, as DDP does.
 
-    Collective. Layer by layer, to the holders only. Call it before `prune`: on rank 0 the model is whole.
+    Collective. Tensor by tensor, to the holders only. Call it before `prune`: on rank 0 the model is whole.
 
     Args:
         module: the whole model; on any device.
@@ -121,35 +140,28 @@ def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGr
     Raises:
         RuntimeError: the model or the plan is not the same on all ranks, or rank 0 lacks a tensor.
     """
-    tensors = ownership.tensors(module)
-    digests: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, ownership.digest, group=group)
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+    tensors, rank = ownership.tensors(module), ownership.rank
+    digests = gathered(ownership.digest, group, dist.Work.wait)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise RuntimeError(
             f"ranks {others} have another model or another plan than rank 0: names, shapes, dtypes, ties of the"
             " parameters or which are frozen differ; build the model from the same configuration on all ranks"
         )
-    missing = [n for n, t in tensors.items() if t.is_meta] if ownership.rank == 0 else []
-    raise_together(ValueError(f"{missing[:5]} are on the meta device") if missing else None, group)
-    bundles: dict[tuple[int | None, tuple[int, ...]], list[Tensor]] = {}
+    with together(group):
+        if rank == 0 and (missing := [n for n, t in tensors.items() if t.is_meta]):
+            raise ValueError(f"{missing[:5]} are on the meta device")
     for name, tensor in tensors.items():
-        if tensor.numel():
-            bundles.setdefault((ownership.layer_of[name], ownership.holders(name)), []).append(tensor)
-    for (_, holders), bundle in bundles.items():
-        if ownership.rank == 0 and set(holders) != {0}:
-            data = torch.cat([as_bytes(tensor) for tensor in bundle])
-            works = [dist.isend(data, to, group=group) for to in holders if to != 0]
-            for work in works:
-                assert work is not None
-                work.wait()
-        elif ownership.rank != 0 and ownership.rank in holders:
-            data = torch.empty(sum(t.nbytes for t in bundle), dtype=torch.uint8)
-            dist.recv(data, 0, group=group)
-            for tensor, piece in zip(bundle, data.split([t.nbytes for t in bundle]), strict=True):
-                come = torch.empty(tensor.shape, dtype=tensor.dtype)
-                as_bytes(come).copy_(piece)  # the piece need not begin where its dtype may
-                tensor.copy_(come)
+        holders = ownership.holders(name)
+        if not tensor.numel() or set(holders) == {0}:
+            continue
+        if rank == 0:
+            for holder in holders:
+                if holder != 0:
+                    dist.send(as_bytes(tensor), holder, group=group)
+        elif rank in holders:
+            come = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(as_bytes(come), 0, group=group)
+            tensor.copy_(come)
 
 
 @torch.no_grad()

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from types import MappingProxyType
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -77,66 +75,47 @@ class Ownership:
     Args:
         module: the whole model, all parameters in place.
         layers: of the backbone, in order; modules inside ``module``.
-        plan: which rank holds which layers.
+        plan: which rank holds which layers, checked.
         rank: this rank; may be one that rests.
 
     Attributes:
         layer_of: name of each parameter and buffer, all names of shared ones, in the module's order -> its layer;
             None: outside. What is used in several places counts for the first, and as outside if it is used there.
-        first_name: -> the first of its names, which stands for it: as `torch.nn.Module.named_parameters` chooses.
-        parameters, buffers: the first names, in the module's order.
+        parameters, buffers: the first names, in the module's order, as `torch.nn.Module.named_parameters` chooses.
         groups: the ranks of each, in the order of stages.
-        leaders: the first of each.
         rank: as passed.
         digest: of all this and of the tensors' shapes and dtypes and which are trained; the same on all ranks.
 
     Raises:
-        ValueError: no plan, or one for another number of layers; a layer outside the module; a lazy module;
-            tied weights whose users are on different ranks, with what can be done.
+        ValueError: a layer outside the module; a lazy module; tied weights whose users are on different ranks, with
+            what can be done.
     """
 
     def __init__(
         self, module: nn.Module, layers: Sequence[nn.Module], plan: PipelinePlan, *, rank: int
     ) -> None:
-        _check_plan(plan, len(layers))
-        if rank < 0:
-            raise ValueError(f"rank={rank} must be >= 0")
         self.rank = rank
         self.groups = tuple(group.ranks for group in plan.groups)
-        self.leaders = tuple(group.ranks[0] for group in plan.groups)
-        self.parameters: tuple[str, ...] = ()
-        self.buffers: tuple[str, ...] = ()
-        layer_of: dict[str, Unit] = {}
-        first_name: dict[str, str] = {}
         self._layer_of_module = _layers_of_modules(module, layers)
-        self._owners: dict[str, tuple[int, ...]] = {}
+        self._entries: dict[str, _Entry] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._shared: set[str] = set()
         units: tuple[Unit, ...] = (None, *range(len(layers)))
         self._units = {unit: tuple(_owner(group, unit) for group in plan.groups) for unit in units}
         digest = hashlib.sha256(repr([(group.ranks, group.cuts) for group in plan.groups]).encode())
-        for entry in _entries(module, layers):
-            name, unit = entry.names[0], entry.unit
-            owners = self._units[unit]
+        entries = _entries(module, layers)
+        for entry in entries:
+            for number, group in enumerate(plan.groups if entry.is_parameter else ()):
+                ranks = {_owner(group, u) for u in entry.units}
+                if len(ranks) > 1:
+                    raise ValueError(_separated(entry, number, sorted(ranks)))
+            owners = self._units[entry.unit]
             holders = {_owner(group, u) for group in plan.groups for u in entry.units}
-            if entry.is_parameter:
-                for number, group in enumerate(plan.groups):
-                    ranks = {_owner(group, u) for u in entry.units}
-                    if len(ranks) > 1:
-                        raise ValueError(_separated(entry, number, sorted(ranks)))
-                self.parameters += (name,)
-            else:
-                self.buffers += (name,)
-            self._owners[name] = owners
-            self._holders[name] = (*owners, *sorted(holders - set(owners)))
-            if len(entry.units) > 1:
-                self._shared.add(name)
-            layer_of.update(dict.fromkeys(entry.names, unit))
-            first_name.update(dict.fromkeys(entry.names, name))
-            digest.update(repr((entry.names, entry.shape, entry.dtype, entry.trained, unit)).encode())
-        order = [name for name, _ in (*_named(module, "parameters"), *_named(module, "buffers"))]
-        self.layer_of: Mapping[str, Unit] = MappingProxyType({name: layer_of[name] for name in order})
-        self.first_name: Mapping[str, str] = MappingProxyType(first_name)
+            self._entries.update(dict.fromkeys(entry.names, entry))
+            self._holders.update(dict.fromkeys(entry.names, (*owners, *sorted(holders - set(owners)))))
+            digest.update(repr((entry.names, entry.shape, entry.dtype, entry.trained, entry.unit)).encode())
+        self.parameters = tuple(entry.names[0] for entry in entries if entry.is_parameter)
+        self.buffers = tuple(entry.names[0] for entry in entries if not entry.is_parameter)
+        self.layer_of = {name: self._entries[name].unit for name in _named(module)}
         self.digest = digest.hexdigest()
 
     # ---- by name -----------------------------------------------------------------------------------------------
@@ -147,11 +126,11 @@ class Ownership:
         Raises:
             KeyError: no parameter or buffer has this name.
         """
-        return self._owners[self.first_name[name]]
+        return self._units[self._entries[name].unit]
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Returns the owners, then further ranks that keep a copy of a buffer which layers share."""
-        return self._holders[self.first_name[name]]
+        return self._holders[name]
 
     def owners_of_key(self, key: str) -> tuple[int, ...]:
         """Returns the same for any key of a state dict, by the module that it begins with."""
@@ -166,7 +145,7 @@ class Ownership:
 
     def is_shared(self, name: str) -> bool:
         """Whether several layers use it, or a layer and what is outside."""
-        return self.first_name[name] in self._shared
+        return len(self._entries[name].units) > 1
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
@@ -176,7 +155,7 @@ class Ownership:
         Raises:
             ValueError: the module has other parameters or buffers than the one this was made from.
         """
-        found = {**dict(_named(module, "parameters")), **dict(_named(module, "buffers"))}
+        found = _named(module)
         if found.keys() != self.layer_of.keys():
             new = sorted(found.keys() - self.layer_of.keys())
             gone = sorted(self.layer_of.keys() - found.keys())
@@ -210,9 +189,10 @@ def _layers_of(entry: _Entry) -> tuple[int, ...]:
     return tuple(sorted(u for u in entry.units if u is not None))
 
 
-def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """All names of shared tensors, too: state dicts have them all."""
-    return getattr(module, f"named_{kind}")(remove_duplicate=False)
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers; all names of shared ones, as state dicts have them."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _users(layers: Sequence[nn.Module]) -> dict[int, frozenset[Unit]]:
@@ -263,22 +243,6 @@ def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[_Entry]:
 
 def _owner(group: GroupPlan, unit: Unit) -> int:
     return group.ranks[0 if unit is None else bisect_right(group.cuts, unit) - 1]
-
-
-def _check_plan(plan: PipelinePlan, layers: int) -> None:
-    if not plan.ok or not plan.groups:
-        raise ValueError(f"there is no plan: {plan.reason or 'it has no group'}")
-    for number, group in enumerate(plan.groups):
-        cuts = group.cuts
-        increasing = all(a < b for a, b in pairwise(cuts))
-        if len(cuts) != len(group.ranks) + 1 or not increasing or (cuts[0], cuts[-1]) != (0, layers):
-            raise ValueError(
-                f"group {number} has cuts {cuts} for ranks {group.ranks}; {layers} layers need"
-                f" {len(group.ranks) + 1} increasing numbers from 0 to {layers}"
-            )
-    ranks = [rank for group in plan.groups for rank in group.ranks]
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"a rank stands in two places of the plan: {[group.ranks for group in plan.groups]}")
 
 
 def _separated(entry: _Entry, group: int, ranks: list[int]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,7 @@ def prune(
     """
     here = Here(ownership.rank) if here is None else here
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
-    names: dict[int, str] = {}
+    gone: list[tuple[Tensor, str]] = []
     for name, tensor in ownership.tensors(module).items():
         if ownership.holds(name):
             continue
@@ -61,12 +61,12 @@ def prune(
         if isinstance(tensor, StandIn):
             tensor.held = replace(tensor.held, ranks=holders)
             continue
-        names[id(tensor)] = name
+        gone.append((tensor, name))
         now = stand_in_for(tensor, name, holders, here, device=device or tensor.device)
         replaced[id(tensor)] = tensor, _as_before(tensor, now)
     put_in_place(module, optimizers, replaced)
-    for key, (tensor, _) in replaced.items():
-        leave(tensor, names[key])
+    for tensor, name in gone:
+        leave(tensor, name)
 
 
 def like(tensor: Tensor, data: Tensor) -> Tensor:
@@ -144,17 +144,25 @@ def restore(
 
 
 @contextmanager
-def movable(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module.to`` leaves out stand-ins, which have nothing to move."""
+def moved_by(module: nn.Module, move: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Iterator[None]:
+    """Inside, ``module.to`` moves each of its tensors as ``move`` does, which is given the stock way besides.
 
-    def apply(module: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
-        return type(module)._apply(module, lambda t: t if t.is_meta else move(t))
+    Modules that do more there do it, such as a LightningModule's ``device`` or the states of metrics.
+    """
+
+    def apply(module: nn.Module, stock: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        return type(module)._apply(module, lambda tensor: move(tensor, stock), *args, **kwargs)
 
     vars(module)["_apply"] = types.MethodType(apply, module)
     try:
         yield
     finally:
         del vars(module)["_apply"]
+
+
+def movable(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside, ``module.to`` leaves out stand-ins, which have nothing to move."""
+    return moved_by(module, lambda tensor, stock: tensor if tensor.is_meta else stock(tensor))
 
 
 def to_device(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -171,9 +179,5 @@ def to_device(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.
             for parameter in group["params"]:
                 if parameter in optimizer.state and not parameter.is_meta:
                     state: dict[str, Any] = optimizer.state[parameter]
-                    for key in [key for key in state if key != "step" or steps_too]:
-                        state[key] = _moved(state[key], device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+                    moved = {key: value for key, value in state.items() if key != "step" or steps_too}
+                    state.update(pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), moved))

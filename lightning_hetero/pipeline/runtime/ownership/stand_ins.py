@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
+_TRAINED: Any = Tensor.requires_grad  # a descriptor
 _NO_GRADIENTS = {"optimizer_step", "optimizer_zero_grad"}  # an optimizer skips what has none
 
 
@@ -119,6 +120,24 @@ class StandIn(Tensor):
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return _TRAINED.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, trained: bool) -> None:
+        if trained != self.requires_grad and (hook := self.held.here.hook()) in _STEPS:
+            raise RuntimeError(
+                f"{hook} on rank {self.held.here.rank} has changed requires_grad of {self.held.name}, of a layer that"
+                " another rank runs: in a pipeline only the first rank of each group runs it. Change it in"
+                " on_train_batch_start, which all ranks run, or use strategy='hetero_balanced'"
+            )
+        _TRAINED.__set__(self, trained)
+
+    def requires_grad_(self, mode: bool = True) -> StandIn:
+        self.requires_grad = mode
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         self.check_step("deepcopy")

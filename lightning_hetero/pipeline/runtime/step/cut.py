@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import (
     CalledLayer,
     LayerOutput,
@@ -43,6 +42,73 @@ from lightning_hetero.pipeline.runtime.step.resumable import current_step
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
 from lightning_hetero.pipeline.runtime.step.torch_state import enabled_autocast, saved_tensor_hooks
 
+# ---- where a graph begins anew ---------------------------------------------------------------------------------
+
+
+class GraphInput:
+    """Puts tensors that come from elsewhere at the beginning of a graph, and collects their gradients.
+
+    Not as leaves: what a leaf forbids, such as ``nn.ReLU(inplace=True)`` right behind the cut, must go on working.
+
+    Args:
+        tensors: what came; shares their memory, but no graph.
+        requires_grad: which of them get a gradient; only floating point and complex ones can.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> None:
+        self._wanted = [
+            want and (tensor.is_floating_point() or tensor.is_complex())
+            for tensor, want in zip(tensors, requires_grad, strict=True)
+        ]
+        self._grads: list[Tensor | None] = [None] * sum(self._wanted)
+        self._taken = False
+        with torch.enable_grad():
+            come = [tensor for tensor, wanted in zip(tensors, self._wanted, strict=True) if wanted]
+            placed = iter(_Enter.apply(torch.empty(0, requires_grad=True), self, *map(Tensor.detach, come)))
+        self._tensors = [
+            next(placed) if wanted else tensor.detach() for tensor, wanted in zip(tensors, self._wanted, strict=True)
+        ]
+
+    def take(self) -> list[Tensor]:
+        """Returns the tensors to compute on; once, they are not kept."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def take_grads(self) -> list[Tensor | None]:
+        """Returns the gradients collected so far, one per tensor: None where there is none. Once, they are not kept."""
+        self._taken = True
+        grads = iter(self._grads)
+        self._grads = []
+        return [next(grads) if wanted else None for wanted in self._wanted]
+
+    def _collect(self, grads: Sequence[Tensor | None]) -> None:
+        if self._taken:
+            raise RuntimeError(
+                "a gradient of the backbone's output comes after it has been sent on: of several calls in one"
+                " step, the last must go back first"
+            )
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                before = self._grads[i]
+                # A copy: autograd may have made the memory of this gradient a parameter's `.grad`, to which the next
+                # backward pass adds in place (as it does for x + p.unsqueeze(0) with one row in x).
+                self._grads[i] = grad.detach().clone() if before is None else before + grad.detach()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graph_input: GraphInput, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Without the anchor nothing would need a gradient, and there would be no node.
+        ctx.graph_input = graph_input
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.graph_input._collect(grads)
+        return (None,) * (2 + len(grads))
+
+
 # ---- one call --------------------------------------------------------------------------------------------------
 
 
@@ -55,6 +121,8 @@ class BackboneCall:
     Attributes:
         number: of the call in its step, from 0.
         route: how the layers are called.
+        inputs: the tensors that the layers are called with, by number in the `route`, each once. Detached; they require
+            a gradient where the originals did, and share their memory.
         grad_enabled: False where the step called the backbone under ``no_grad``: forward only, nothing to send back.
         autocast: dtype by type of device for which autocast is enabled at the call; the layers belong under the same.
     """
@@ -64,26 +132,14 @@ class BackboneCall:
         self.route = route
         self.grad_enabled = grad_enabled
         self.autocast = enabled_autocast()
-        self._sources: list[Tensor] | None = list(inputs)
-        self._inputs = [self._cut(source) for source in inputs]
+        self._sources = list(inputs)
+        self.inputs = [source.detach().requires_grad_(grad_enabled and source.requires_grad) for source in inputs]
         self._graph_input: GraphInput | None = None
-        self._reply: Any = None
-
-    def _cut(self, source: Tensor) -> Tensor:
-        return source.detach().requires_grad_(self.grad_enabled and source.requires_grad)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that the layers are called with, by number in the `route`, each once.
-
-        Detached; they require a gradient where the originals did, and share their memory.
-        """
-        return list(self._inputs)
 
     @property
     def value(self) -> Any:
         """What the first layer is handed, see `Route.pack`."""
-        return self.route.pack(0, (), dict(enumerate(self._inputs)))
+        return self.route.pack(0, (), dict(enumerate(self.inputs)))
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -94,88 +150,52 @@ class BackboneCall:
             outputs: of the backbone; any nest as above.
             requires_grad: of each tensor of ``outputs`` in order, or of all; never more than grad mode at the call
                 allows. False where neither an input nor a layer is trained.
-
-        Raises:
-            RuntimeError: a second reply.
-            ValueError: another number of flags than of tensors.
         """
-        if self._reply is not None:
-            raise RuntimeError("this call has been replied to before")
         tensors, joined = split(outputs)
-        flags = [requires_grad] * len(tensors) if isinstance(requires_grad, bool) else list(requires_grad)
-        if len(flags) != len(tensors):
-            raise ValueError(f"requires_grad has {len(flags)} flags for {len(tensors)} tensors: give one per tensor")
+        flags = [requires_grad] * len(tensors) if isinstance(requires_grad, bool) else requires_grad
         if self.grad_enabled:
             self._graph_input = GraphInput(tensors, flags)
             tensors = self._graph_input.take()
         else:
             tensors = [tensor.detach() for tensor in tensors]
-        self._reply = _Reply(joined(tensors))
-        return self._reply
-
-    def _received(self, value: Any) -> Any:
-        if value is not self._reply or value is None:
-            raise TypeError(
-                f"a step that called the backbone was resumed with a {type(value).__name__}:"
-                " resume it with call.reply(outputs), or no gradient would come back"
-            )
-        outputs, value.outputs = value.outputs, None
-        return outputs
+        return _Reply(joined(tensors))
 
     # ---- back ------------------------------------------------------------------------------------------------------
 
     def output_grads(self) -> list[Tensor | None]:
         """Returns the gradient of each tensor of the outputs, in order, after ``loss.backward()``; once.
 
-        None where the loss does not depend on it.
-
-        Raises:
-            RuntimeError: the call was made under ``no_grad``, or has had no reply.
+        None where the loss does not depend on it. Not for a call under ``no_grad``, through which nothing goes back.
         """
-        self._require_grad()
         assert self._graph_input is not None
         return self._graph_input.take_grads()
 
     def backward(self, input_grads: Sequence[Tensor | None], *, retain_graph: bool = False) -> None:
-        """Lets gradients go on through what the step computed before this call.
+        """Lets gradients go on through what the step computed before this call; once.
 
         Args:
             input_grads: of each of `inputs`, in order; None where there is none. Ignored where an input requires none.
             retain_graph: see `graphs_to_retain`.
-
-        Raises:
-            RuntimeError: as `output_grads`; or a second call.
-            ValueError: another number of gradients than of inputs.
         """
-        self._require_grad()
-        if self._sources is None:
-            raise RuntimeError("this call's gradients have gone back before")
-        if len(input_grads) != len(self._sources):
-            raise ValueError(f"{len(input_grads)} gradients for {len(self._sources)} inputs: one each, or None")
         pairs = zip(self._sources, input_grads, strict=True)
         ways = [(source, grad) for source, grad in pairs if source.requires_grad and grad is not None]
-        self._sources, self._inputs = None, []
+        self._sources, self.inputs = [], []
         if ways:
             torch.autograd.backward([w[0] for w in ways], [w[1] for w in ways], retain_graph=retain_graph)
 
-    def _require_grad(self) -> None:
-        if not self.grad_enabled:
-            raise RuntimeError("the backbone was called under no_grad: nothing goes back")
-        if self._graph_input is None:
-            raise RuntimeError("nothing can go back through a call without a reply")
-
     def _roots(self) -> list[Any]:
-        sources = self._sources or []
-        return [source.grad_fn for source in sources if self.grad_enabled and source.grad_fn is not None]
+        return [source.grad_fn for source in self._sources if self.grad_enabled and source.grad_fn is not None]
 
 
 class _Reply:
-    """What `BackboneCall.reply` returns: told from raw outputs by its type."""
-
-    __slots__ = ("outputs",)
+    """What `BackboneCall.reply` returns: holds the outputs until the step has them, and not as long as it runs on."""
 
     def __init__(self, outputs: Any) -> None:
-        self.outputs = outputs
+        self._outputs = outputs
+
+    def take(self) -> Any:
+        """Returns the outputs; once."""
+        return self.__dict__.pop("_outputs")
 
 
 # ---- graphs that overlap ---------------------------------------------------------------------------------------
@@ -230,21 +250,11 @@ class BackboneCut:
     Attributes:
         in_place: computes the backbone where it is called, of its arguments, instead of suspending the step; for a
             backbone of one module (`is_one_module`). None: steps are suspended.
-
-    Raises:
-        TypeError: no module, or something else than modules.
-        ValueError: a module twice; starts of another number.
     """
 
     def __init__(self, *modules: nn.Module, starts: Sequence[int] | None = None) -> None:
-        if not modules or not all(isinstance(module, nn.Module) for module in modules):
-            raise TypeError(f"modules={modules!r} must be one or more nn.Module")
-        if len({id(module) for module in modules}) < len(modules):
-            raise ValueError("a module is called at several places of the backbone: give it a module that calls it")
         self._modules = modules
         self._starts = tuple(range(len(modules))) if starts is None else tuple(starts)
-        if len(self._starts) != len(modules):
-            raise ValueError(f"starts={self._starts} must be one per module: there are {len(modules)}")
         self._originals: list[Callable[..., Any] | None] | None = None  # None: the class's
         # Made once: compiled code may be guarded by their identity, and would be compiled again for new ones.
         self._forwards = [self._forward_of(i) for i in range(len(modules))]
@@ -259,8 +269,6 @@ class BackboneCut:
         return len(self._modules) == 1
 
     def __enter__(self) -> BackboneCut:
-        if self._originals is not None:
-            raise RuntimeError("this cut is in force already")
         if not self._split and "torch._dynamo" in sys.modules:  # else nothing is compiled, and it is slow to import
             self._forwards = [torch.compiler.disable(forward) for forward in self._forwards]
             self._split = True
@@ -297,7 +305,7 @@ class BackboneCut:
             chain.calls.clear()  # stand-ins lead here: what the layers were called with must not outlive the step
             call = BackboneCall(step.suspensions, route, inputs, grad_enabled=grad_enabled)
             del inputs, args, kwargs
-            return call._received(step.suspend(call, without_hooks=without_hooks))
+            return step.suspend(call, without_hooks=without_hooks).take()
 
         return forward
 

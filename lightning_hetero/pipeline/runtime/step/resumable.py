@@ -16,12 +16,9 @@ The mechanism is ours; the paper (Joint Dynamic DP+MP) does not say how a traini
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from enum import Enum
-from operator import index
 from typing import Any
 
 import torch
@@ -29,8 +26,6 @@ from greenlet import getcurrent, greenlet
 
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 from lightning_hetero.pipeline.runtime.step.torch_state import Surroundings, Switches, hooks_taken_off
-
-__all__ = ["Carrier", "Done", "ResumableStep", "StepClosed", "Suspended", "current_step", "stream_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +46,6 @@ class StepClosed(BaseException):
     """Raised where a step is suspended when it is closed. Not an `Exception`: user code must not take it for one."""
 
 
-class _Phase(Enum):
-    NEW = "not started"
-    RUNNING = "running"
-    SUSPENDED = "suspended"
-    ENDED = "ended"
-
-
-# Messages besides the values: inwards, an exception to raise; outwards, an exception that came out.
-@dataclass(frozen=True, slots=True)
-class _Throw:
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    error: BaseException
-
-
 _CURRENT: contextvars.ContextVar[ResumableStep | None] = contextvars.ContextVar("current_step", default=None)
 
 
@@ -81,45 +58,23 @@ class Carrier:
     """The steps that are open, which their owner closes with it; usable as a context manager.
 
     Not left to the garbage collector: it does not see into the stack of a suspended step, which holds its carrier.
+
+    Attributes:
+        open: by their ids, in the order of opening.
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, ResumableStep] = {}  # in order of opening
-        self._closed = False
+        self.open: dict[int, ResumableStep] = {}
 
-    def opened(self, step: ResumableStep) -> None:
-        """Takes note of a step that has begun.
-
-        Raises:
-            RuntimeError: the carrier is closed.
-        """
-        if self._closed:
-            raise RuntimeError("this carrier is closed: make a new one for further steps")
-        self._open[id(step)] = step
-
-    def ended(self, step: ResumableStep) -> None:
-        """Takes note of a step's end."""
-        self._open.pop(id(step), None)
-
-    def close_steps(self) -> None:
+    def close(self) -> None:
         """Closes every step still suspended, the last one begun first, so that its ``finally`` blocks run.
 
         Raises:
-            BaseException: the first that one of them raised meanwhile; all are closed nevertheless.
+            BaseException: what one of them raised meanwhile; all are closed nevertheless.
         """
-        first: BaseException | None = None
-        for step in reversed(list(self._open.values())):
-            try:
-                step.close()
-            except BaseException as error:
-                first = first or error
-        if first is not None:
-            raise first
-
-    def close(self) -> None:
-        """Closes the steps, see `close_steps`; no more are begun. May be called again."""
-        self._closed = True
-        self.close_steps()
+        with ExitStack() as stack:
+            for step in self.open.values():
+                stack.callback(step.close)
 
     def __enter__(self) -> Carrier:
         return self
@@ -129,7 +84,7 @@ class Carrier:
 
 
 class ResumableStep:
-    """Runs ``body`` in pieces.
+    """Runs ``body`` in pieces, in the thread that starts it.
 
     The body starts with the switches of torch that are in force at `start` (grad mode, autocast, ...), in a copy of
     the caller's `contextvars` context, and keeps its own from then on. Random streams are seeded for it at `start`, and
@@ -142,109 +97,70 @@ class ResumableStep:
             micro-batch in the global batch: then what is drawn depends neither on the order in which steps are
             interleaved nor on the plan.
 
-    Raises:
-        TypeError: ``body`` cannot be called, ``carrier`` is none, or ``seed`` is no integer.
-        ValueError: ``seed`` outside of [0, 2**63).
+    Attributes:
+        suspensions: how often it has been suspended so far.
+        ended: its body has returned, raised or been closed.
     """
 
     def __init__(self, body: Callable[[], Any], *, carrier: Carrier, seed: int) -> None:
-        if not callable(body):
-            raise TypeError(f"body={body!r} must be callable without arguments, e.g. lambda: module.training_step(...)")
-        if not isinstance(carrier, Carrier):
-            raise TypeError(f"carrier={carrier!r} must be a Carrier")
-        if not 0 <= index(seed) < 2**63:
-            raise ValueError(f"seed={seed!r} must be in [0, 2**63): make it with stream_seed(...)")
         self._body: Callable[[], Any] | None = body
-        self._carrier = carrier
-        self._seed = index(seed)
-        self._phase = _Phase.NEW
-        self._stack: greenlet | None = None
-        self._thread = 0
-        self._surroundings: Surroundings | None = None
+        self._carrier, self._seed = carrier, seed
+        self._stack = greenlet(self._run)
+        self._surroundings: Surroundings | None = None  # None: it has not started
         self._in_force: Switches | None = None  # where a switch leads to; None: the body has ended
-        self._suspensions = 0
-        self._closing = False
-
-    @property
-    def suspensions(self) -> int:
-        """How often it has been suspended so far."""
-        return self._suspensions
-
-    @property
-    def ended(self) -> bool:
-        """Whether its body has returned, raised or been closed."""
-        return self._phase is _Phase.ENDED
+        self._closing = self.ended = False
+        self.suspensions = 0
 
     # ---- outside ---------------------------------------------------------------------------------------------------
 
     def start(self) -> Suspended | Done:
-        """Runs the body until it suspends itself or returns.
+        """Runs the body until it suspends itself or returns; once.
 
         Raises:
-            RuntimeError: it has been started before, or its carrier is closed.
             BaseException: what the body raises, with its traceback.
         """
-        self._require(_Phase.NEW, "start")
-        self._carrier.opened(self)
-        switches, self._surroundings = Switches.now(), Surroundings.now()
+        self._carrier.open[id(self)] = self
+        self._surroundings = Surroundings.now()
         context = contextvars.copy_context()
         context.run(_CURRENT.set, self)
-        self._stack, self._thread = greenlet(self._run), threading.get_ident()
         self._stack.gr_context = context
-        return self._switch(None, switches)
+        return self._switch(self._stack.switch)
 
     def resume(self, value: Any = None) -> Suspended | Done:
         """Lets `suspend` return ``value`` in the body, and runs on.
 
         Raises:
-            RuntimeError: it is not suspended; or what cannot be swapped, e.g. ``inference_mode``, is not as it was at
-                `start`.
+            RuntimeError: what cannot be swapped, e.g. ``inference_mode``, is not as it was at `start`.
             BaseException: what the body raises, with its traceback.
         """
-        self._require(_Phase.SUSPENDED, "resume")
         assert self._surroundings is not None
         if what := self._surroundings.change():
             raise RuntimeError(f"a step is resumed under other circumstances than it was started in. {what}")
-        return self._switch(value, Switches.now())
+        return self._switch(self._stack.switch, value)
 
     def close(self) -> None:
         """Ends the step: raises `StepClosed` where it is suspended, so that its ``finally`` blocks run.
 
-        Does nothing to a step that has ended; one that has not started never will.
+        Does nothing to a step that has ended or not started.
 
         Raises:
-            RuntimeError: called by the body itself.
             BaseException: what the body raises instead of `StepClosed`.
         """
-        if self._phase is _Phase.RUNNING:
-            raise RuntimeError("a step cannot close itself: raise an exception or return")
-        if self._phase is _Phase.NEW:
-            self._end()
-        if self._phase is _Phase.ENDED:
-            return
-        with suppress(StepClosed):
-            self._switch(_Throw(StepClosed()), Switches.now())
+        if self._surroundings is not None and not self.ended:
+            self._closing = True
+            with suppress(StepClosed):
+                self._switch(self._stack.throw, StepClosed())
 
-    def _switch(self, message: Any, before: Switches) -> Suspended | Done:
-        """Goes inside with ``message``, and comes back to the switches ``before``."""
-        assert self._stack is not None
-        if threading.get_ident() != self._thread:
-            raise RuntimeError("a step must be resumed and closed in the thread that started it")
-        self._phase, self._in_force = _Phase.RUNNING, before
+    def _switch(self, enter: Callable[..., Any], *message: Any) -> Suspended | Done:
+        """Goes inside, and comes back to the switches that are in force."""
+        self._in_force = before = Switches.now()
         self._stack.parent = getcurrent()  # where `_suspend` and the end lead to
         try:
-            outcome = self._stack.switch(message)
+            return enter(*message)
         finally:
             before.put(over=self._in_force)
-            if self._phase is _Phase.ENDED:
-                self._carrier.ended(self)
-                self._stack = None
-        if not isinstance(outcome, _Raised):
-            return outcome
-        try:
-            raise outcome.error
-        finally:
-            del outcome  # error -> traceback -> this frame -> error
+            if self.ended:
+                self._carrier.open.pop(id(self), None)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -259,11 +175,9 @@ class ResumableStep:
             What the step is resumed with.
 
         Raises:
-            RuntimeError: not called by the body; or the body holds open what cannot be swapped (`torch_state`).
+            RuntimeError: the body holds open what cannot be swapped (`torch_state`).
             StepClosed: the step is closed.
         """
-        if current_step() is not self or self._phase is not _Phase.RUNNING:
-            raise RuntimeError("suspend() is for the body of the step that is running: use current_step().suspend(...)")
         if self._closing:  # a finally block calls the backbone
             raise StepClosed
         assert self._surroundings is not None
@@ -273,39 +187,26 @@ class ResumableStep:
         return self._suspend(value)
 
     def _suspend(self, value: Any) -> Any:
-        assert self._stack is not None and self._stack.parent is not None and self._surroundings is not None
+        assert self._stack.parent is not None and self._surroundings is not None
         if what := self._surroundings.change():
             raise RuntimeError(
                 f"the backbone of a pipeline cannot be called inside {what}. (Its layers are computed by other"
                 " processes, while this training step waits and others run.)"
             )
-        self._suspensions += 1
+        self.suspensions += 1
         self._in_force = switches = Switches.now()
-        self._phase = _Phase.SUSPENDED
-        message = self._stack.parent.switch(Suspended(value))
-        self._phase = _Phase.RUNNING
-        switches.put(over=self._in_force)
-        seed_streams(stream_seed(self._seed, self._suspensions))
-        if isinstance(message, _Throw):
-            self._closing = True
-            raise message.error
-        return message
+        try:
+            return self._stack.parent.switch(Suspended(value))
+        finally:
+            switches.put(over=self._in_force)
+            seed_streams(stream_seed(self._seed, self.suspensions))
 
-    def _run(self, _: None) -> Done | _Raised:
-        assert self._body is not None
+    def _run(self) -> Done:
+        body, self._body = self._body, None  # what it holds, e.g. the batch, goes with its end
+        assert body is not None
         try:
             torch.clear_autocast_cache()  # as `Switches.put` does
             seed_streams(self._seed)
-            return Done(self._body())
-        except BaseException as error:
-            return _Raised(error)
+            return Done(body())
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._phase, self._in_force = _Phase.ENDED, None
-        self._body = None  # what it holds, e.g. the batch, is not needed any more
-
-    def _require(self, phase: _Phase, what: str) -> None:
-        if self._phase is not phase:
-            raise RuntimeError(f"cannot {what} a step that is {self._phase.value}; it must be {phase.value}")
+            self.ended, self._in_force = True, None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Switches:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     autocast_nesting: int
-    put_device: Callable[[], None]
+    put_device: Callable[[], None] = field(compare=False)
 
     @classmethod
     def now(cls) -> Switches:
@@ -73,20 +73,12 @@ class Switches:
         Args:
             over: what is in force, if that is known: then what is the same is left.
         """
-        if over is None or not self._is_like(over):
+        if self != over:
             self._put_modes()
         # Autocast's cache of cast weights is one for the process, and emptied where this thread's outermost block ends:
         # what one step has cast must not serve another, e.g. after the latter has changed the weights.
         torch.clear_autocast_cache()
         self.put_device()
-
-    def _is_like(self, other: Switches) -> bool:
-        return (
-            self.grad == other.grad
-            and self.autocast == other.autocast
-            and self.autocast_cache == other.autocast_cache
-            and self.autocast_nesting == other.autocast_nesting
-        )
 
     def _put_modes(self) -> None:
         torch.set_grad_enabled(self.grad)

@@ -12,7 +12,8 @@ Memory is what limits all this, so contributions are not added one by one: they 
 stay as they are, and those that came together are added in one pass, block by block, each block in the cache until all
 are in it and it is divided. Every number meets the same operations in the same order as if they were not.
 
-Late contributions that complete the mean of an earlier update are in neither sum; their moves are added at the end.
+Late contributions that complete the mean of an earlier update (`KeptMean`) are in neither sum; their moves are added at
+the end.
 
 What becomes of the buffers is in `PushedBuffers`.
 """
@@ -26,9 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.entry import pool_dtype
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
+from lightning_hetero.stale.decide.completion import completed
+from lightning_hetero.stale.runtime.buffers import PushedBuffers
+from lightning_hetero.stale.runtime.layout import FlatLayout, pool_dtype
 
 BLOCK = 1 << 17
 """Numbers that are summed at a time: 512 KiB of float32 stay in a core's cache while every slot's pass by."""
@@ -224,3 +225,48 @@ class GradientSum:
         else:
             parameter.grad = total.to(parameter.dtype)
             self.spares.give(index, total)
+
+
+@dataclass(slots=True)
+class KeptMean:
+    """The mean of an update, kept for what comes late to it; the rule: `lightning_hetero.stale.decide.completion`.
+
+        mean m, weight W        of the contributions that were up to date
+        late (g, w)             W += w;  c = w / W (g - m);  m += c;  the next update moves by c
+
+    A contribution without a gradient for a parameter counts as one of zeros there, as it does in a sum. Different
+    parameters may be worked on from different threads.
+
+    Attributes:
+        weight: sum of the weights in it.
+        values: per parameter; None: nobody had a gradient for it.
+    """
+
+    weight: float
+    values: list[Tensor | None]
+
+    def count(self, weight: float) -> float:
+        """Counts a late contribution; returns the part of the difference that the mean moves by."""
+        self.weight, part = completed(self.weight, weight)
+        return part
+
+    def complete(self, index: int, gradient: Tensor | None, part: float) -> Tensor | None:
+        """Moves a parameter's mean towards a late gradient; returns the move, None if there is nothing to move.
+
+        Args:
+            gradient: None: the contribution has none for this parameter.
+            part: from `count`.
+        """
+        mean = self.values[index]
+        if gradient is None and mean is None:
+            return None
+        if gradient is None:
+            assert mean is not None
+            move = mean * -part
+        else:
+            move = torch.empty_like(gradient, dtype=pool_dtype(gradient.dtype)).copy_(gradient)
+            if mean is not None:
+                move.sub_(mean)
+            move.mul_(part)
+        self.values[index] = move.clone() if mean is None else mean.add_(move)
+        return move

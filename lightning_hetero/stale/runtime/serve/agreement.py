@@ -171,9 +171,9 @@ class LiveWorkers:
         """A worker is done, or has failed and said so."""
         self.live.discard(rank)
 
-    def notify(self, text: str, *, only: int | None = None) -> None:
-        """Has everybody, or one, told something with the next answer."""
-        for rank in self.live if only is None else (only,):
+    def notify(self, text: str) -> None:
+        """Has everybody told something with the next answer."""
+        for rank in self.live:
             self._notices.setdefault(rank, []).append(text)
 
     def take_notices(self, rank: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Answers:
     Attributes:
         failure: why the run cannot go on; None: it can.
         claims: workers that wait for work, with the claim and when it was made [s].
-        paused: workers that wait for a sub-step, with its number and until when [s].
+        paused: workers that wait for a sub-step to be applied, with its number.
     """
 
     def __init__(
@@ -43,14 +43,9 @@ class Answers:
         self._live_workers, self._epochs, self._counts = live_workers, epochs, counts
         self.failure: str | None = None
         self.claims: dict[int, tuple[Request, float]] = {}
-        self.paused: dict[int, tuple[int, float]] = {}
+        self.paused: dict[int, int] = {}
         self._unanswered: set[int] = set()
         self._wasted: set[int] = set()  # workers whose last push counts nothing, to be told with the answer
-
-    @property
-    def claiming(self) -> AbstractSet[int]:
-        """Workers that will push nothing more for any sub-step of this tick."""
-        return self.claims.keys()
 
     def publish(self) -> None:
         """Lets workers see the present parameters."""
@@ -75,19 +70,15 @@ class Answers:
         """Tells all who wait that the run cannot go on; the first reason stays."""
         self.failure = self.failure or text
         for rank in list(self._unanswered):
-            self.answer_failed(rank)
+            self.answer(rank, Say.FAILED, text=self.failure)
         self.claims.clear()
         self.paused.clear()
 
-    def answer_failed(self, rank: int) -> None:
-        """Tells a worker that the run cannot go on."""
-        self.answer(rank, Say.FAILED, text=self.failure or "")
-
-    def measures_for(self, request: Request) -> tuple[int, str]:
-        """Returns flags and text of an answer: what was counted, if the request asks for it."""
+    def measures_for(self, request: Request) -> dict[str, Any]:
+        """Returns what an answer says of what was counted, if the request asks for it."""
         if not request.flags & PushFlag.MEASURES:
-            return 0, ""
-        return int(ReplyFlag.MEASURES), self.measures_text()
+            return {}
+        return {"flags": ReplyFlag.MEASURES, "text": self.measures_text()}
 
     def measures_text(self) -> str:
         """Returns what was counted so far and is known now."""
@@ -97,15 +88,15 @@ class Answers:
         """Answers a claim: the tick is over."""
         asked = self._claim_of(passed.rank, now)
         words = self._epochs.words(self._epochs.number)[asked.tick :]
-        flags, text = self.measures_for(asked)
-        self.answer(passed.rank, Say.PASSED, tick=passed.global_step, numbers=words, flags=flags, text=text)
+        self.answer(passed.rank, Say.PASSED, tick=passed.global_step, numbers=words, **self.measures_for(asked))
 
     def granted(self, granted: Assigned, now: float) -> None:
         """Answers a claim with work."""
         self._claim_of(granted.rank, now)
         self.answer(
             granted.rank, Say.GRANT, tick=granted.global_step, version=granted.base, lease=granted.assignment,
-            micro=granted.micro, numbers=[number for span in granted.spans for number in span], hint=granted.hint,
+            micro=granted.micro, numbers=[number for span in granted.spans for number in span],
+            hint_start=granted.hint[0], hint_end=granted.hint[1],
             flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
         )  # fmt: skip
 
@@ -114,41 +105,28 @@ class Answers:
         self._counts.held(rank, now - at_s)
         return claim
 
-    def resume(self, ranks: Iterable[int], flags: ReplyFlag) -> None:
-        """Lets workers go on that wait for a sub-step."""
+    def resume(self, ranks: Iterable[int]) -> None:
+        """Lets workers go on whose sub-step was applied."""
         for rank in ranks:
             del self.paused[rank]
-            self.answer(rank, Say.APPLIED, flags=flags)
+            self.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
 
-    def answer(
-        self, rank: int, kind: Say, *, epoch: int | None = None, tick: int | None = None, version: int | None = None,
-        lease: int = 0, micro: int = 0, numbers: Sequence[int] = (), hint: tuple[int, int] = (0, 0),
-        flags: int = 0, wasted: bool = False, text: str = "",
-    ) -> None:  # fmt: skip
-        """Answers a worker; see `Reply`.
+    def answer(self, rank: int, kind: Say, **said: Any) -> None:
+        """Answers a worker.
 
         Args:
-            epoch, tick, version: None: the server's.
-            text: empty: what the worker has still to be told.
+            said: fields of `Reply`. By default the place is the server's, and the text what the worker has still to
+                be told.
         """
         self._unanswered.discard(rank)
         self._batch.settle(rank)  # the worker may write its slot from now on
-        if kind in (Say.GRANT, Say.PASSED):
-            wasted = wasted or rank in self._wasted
+        if kind in (Say.GRANT, Say.PASSED) and rank in self._wasted:
             self._wasted.discard(rank)
-        reply = Reply(
-            kind=kind,
-            epoch=self._epochs.number if epoch is None else epoch,
-            tick=self._coordinator.global_step if tick is None else tick,
-            version=self._coordinator.version if version is None else version,
-            lease=lease,
-            micro=micro,
-            hint_start=hint[0],
-            hint_end=hint[1],
-            generation=self._live_workers.generation,
-            flags=flags,
-            wasted=wasted,
-            numbers=numbers,
-            text=text or "\n".join(self._live_workers.take_notices(rank)),
-        )
-        self._listener.reply(rank, reply)
+            said["wasted"] = True
+        if not said.get("text"):
+            said["text"] = "\n".join(self._live_workers.take_notices(rank))
+        here = {
+            "epoch": self._epochs.number, "tick": self._coordinator.global_step, "version": self._coordinator.version,
+            "generation": self._live_workers.generation,
+        }  # fmt: skip
+        self._listener.reply(rank, Reply(kind=kind, **{**here, **said}))

@@ -21,8 +21,7 @@ from torch import Tensor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Updated
 from lightning_hetero.stale.decide.report import Counts
-from lightning_hetero.stale.runtime.serve.accumulator import GradientSum
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.flags import PushFlag, Word
@@ -41,12 +40,7 @@ class OpenBatch:
         counts: where updates are counted.
     """
 
-    def __init__(
-        self,
-        updater: Updater,
-        coordinator: Coordinator,
-        counts: Counts,
-    ) -> None:
+    def __init__(self, updater: Updater, coordinator: Coordinator, counts: Counts) -> None:
         self._updater, self._coordinator, self._counts = updater, coordinator, counts
         self._completes = coordinator.policy.completes and updater.divides_by_weight
         self.begin()
@@ -58,9 +52,6 @@ class OpenBatch:
         self._applied: set[int] = set()  # sub-steps of this tick
         self._stepped: set[tuple[int, int]] = set()  # (sub-step, optimizer) in this tick; -1 is the last step
         self._overflowed = False
-        self._flags: tuple[int, int] | None = (
-            None  # steps and zeroes of this tick, once one of its workers has pushed
-        )
         self._unread: set[int] = set()  # workers whose slot waits to be added
         self._means: dict[int, KeptMean] = {}  # of the updates from versions that somebody still computes on
         self._count_need()
@@ -78,8 +69,6 @@ class OpenBatch:
     def announce(self, request: Request, slot: Tensor) -> None:
         """A push of the tick's last step has arrived from a worker in this tick, whether it will be accepted or not."""
         self._take_flags(self._pool, request, slot)
-        steps, zeroes = self._flags or (0, 0)
-        self._flags = (steps | request.steps, zeroes | request.zeroes)
 
     def accept(self, accepted: Accepted, request: Request, slot: Tensor, base: int) -> None:
         """Adds an accepted push to the pool."""
@@ -151,16 +140,9 @@ class OpenBatch:
         pool.numbers = self._updater.layout.numbers_of(slot).tolist()
 
     def _add(
-        self,
-        pool: GradientSum,
-        rank: int,
-        request: Request,
-        slot: Tensor,
-        base: int,
-        *,
-        finite: bool,
+        self, pool: GradientSum, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool,
         scale: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         overflow = bool(request.flags & PushFlag.OVERFLOW)
         pool.overflow = pool.overflow or overflow
         if overflow or not finite:
@@ -205,8 +187,6 @@ class OpenBatch:
             late = self._subpools.pop(k)  # by nobody of this tick, if its program has no such step this time
             self._apply(late, k, worth=1.0 if late.current else self._part(late, updated.global_step - 1))
         pool, self._pool = self._pool, self._new_pool()
-        if self._flags is not None:
-            pool.steps, pool.zeroes = self._flags
         bases, base, mean = self._coordinator.bases(), updated.version - 1, None
         if self._completes and pool.weight > 0.0 and base in bases:
             mean = KeptMean(pool.weight, [None] * len(pool.sums))
@@ -214,9 +194,9 @@ class OpenBatch:
         if mean is not None and not pool.overflow:
             self._means[base] = mean
         self._means = {version: kept for version, kept in self._means.items() if version in bases}
-        if not updated.ends_step:
+        if not updated.ends_step:  # which optimizers step is what any push of the tick says
+            self._pool.steps, self._pool.zeroes, self._pool.current = pool.steps, pool.zeroes, pool.current
             return None
-        self._flags = None
         word = Word.of(steps=len(self._stepped), overflow=self._overflowed)
         self._stepped.clear()
         self._applied.clear()
@@ -228,13 +208,7 @@ class OpenBatch:
         return word
 
     def _apply(
-        self,
-        pool: GradientSum,
-        substep: int,
-        *,
-        worth: float = 1.0,
-        last: bool = True,
-        mean: KeptMean | None = None,
+        self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True, mean: KeptMean | None = None
     ) -> None:
         began_s = time.perf_counter()
         try:

@@ -1,8 +1,8 @@
 """The parameter server: parameters and optimizer state, and what happens to them (layer T).
 
-    listener.events() -> ParameterServer.handle -> PushChecks    pushes that may count
-                                                -> Coordinator -> effects -> Executor -> OpenBatch   sums, optimizers
-                                                                                      -> Answers     answers, versions
+    listener.events() -> ParameterServer.handle -> Meeting, AnnouncedEpochs           what all must do alike
+                                                -> Pushes -> Coordinator -> effects -> OpenBatch   sums, optimizers
+                                                                                    -> Answers     answers, versions
 
 The coordinator decides; this file takes events in and hands each to who knows about it. No clock of its own (times are
 passed in, except for measuring its own work) and no socket.
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.report import Counts
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
     AnnouncedEpochs,
@@ -30,21 +30,11 @@ from lightning_hetero.stale.runtime.serve.agreement import (
     Meeting,
 )
 from lightning_hetero.stale.runtime.serve.answers import Answers
-from lightning_hetero.stale.runtime.serve.executor import Executor, Pushed
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
-from lightning_hetero.stale.runtime.serve.push_checks import NonFiniteError, PushChecks
+from lightning_hetero.stale.runtime.serve.pushes import NonFiniteError, Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import OwnMethodError, Updater, bits
-from lightning_hetero.transport.base import (
-    Arrived,
-    Ask,
-    Gone,
-    Happened,
-    Joined,
-    Listener,
-    Request,
-    Say,
-)
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 
 _log = logging.getLogger(__name__)
@@ -55,9 +45,9 @@ class ParameterServer:
 
     Args:
         layout: of parameters, buffers and slots.
-        area: uint8 flat parameters and buffers, the server's own memory; the optimizers' parameters are views of it.
+        area: uint8 flat parameters and buffers, the server's own memory; the parameters are views of it.
+        parameters: in the layout's order.
         optimizers: the user's.
-        optimizer_parameters: per optimizer, the layout's index of each of its parameters, group after group.
         listener: the transport's end; version 0 is published at once.
         coordinator: decides.
         divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
@@ -70,7 +60,7 @@ class ParameterServer:
         counts: what was counted.
 
     Raises:
-        ValueError: an argument is out of range, or an optimizer cannot run here.
+        ValueError: an optimizer cannot run here.
     """
 
     def __init__(
@@ -78,8 +68,8 @@ class ParameterServer:
         *,
         layout: FlatLayout,
         area: Tensor,
+        parameters: Sequence[Tensor],
         optimizers: Sequence[Optimizer],
-        optimizer_parameters: Sequence[Sequence[int]],
         listener: Listener,
         coordinator: Coordinator,
         divide_by: float | None = None,
@@ -87,14 +77,12 @@ class ParameterServer:
         shards: int | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if nonfinite not in ("stop", "skip"):
-            raise ValueError(f"nonfinite={nonfinite!r} must be 'stop' or 'skip'")
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator
         self.counts = Counts()
         self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
         self._updater = Updater(
-            layout=layout, area=area, optimizers=optimizers, owned=optimizer_parameters, shards=self._shards,
+            layout=layout, area=area, parameters=parameters, optimizers=optimizers, shards=self._shards,
             divide_by=divide_by,
         )  # fmt: skip
         self._batch = OpenBatch(self._updater, coordinator, self.counts)
@@ -102,25 +90,27 @@ class ParameterServer:
         self._meeting = Meeting()
         self._meeting_due_s = math.inf  # when to see whether all have come [s]
         self._epochs = AnnouncedEpochs(layout.digest)
-        self._push_checks = PushChecks(
-            listener, self._updater, self._live_workers, self.counts, stop=nonfinite == "stop"
-        )
         self._answers = Answers(
             listener, area, self._batch, coordinator, self._live_workers, self._epochs, self.counts
         )
-        self._executor = Executor(coordinator, self._batch, self._answers, self._epochs, self.counts)
+        self._pushes = Pushes(
+            listener=listener, updater=self._updater, coordinator=coordinator, batch=self._batch,
+            answers=self._answers, epochs=self._epochs, live_workers=self._live_workers, counts=self.counts,
+            stop=nonfinite == "stop",
+        )  # fmt: skip
         self._answers.publish()
 
-    @property
-    def deserted(self) -> bool:
-        """Whether it has no worker, and need not wait for one."""
-        return self._live_workers.deserted
-
     def abandoned(self, now: float) -> bool:
-        """Whether all workers have been silent for too long; then they are told, for the case that they wake."""
-        if not self._live_workers.all_silent(now):
+        """Whether it has no worker and need not wait for one, or all have been silent for too long.
+
+        These are told, for the case that they wake.
+        """
+        workers = self._live_workers
+        if workers.deserted:
+            return True
+        if not workers.all_silent(now):
             return False
-        for rank in sorted(self._live_workers.connected):
+        for rank in sorted(workers.connected):
             self.listener.dismiss(
                 rank,
                 f"rank {rank} was left behind: rank 0 is gone, and no rank gave a sign of life for so long that the run"
@@ -148,7 +138,7 @@ class ParameterServer:
         elif isinstance(happened, Joined):
             self._live_workers.joined(happened.rank, now)
             if self._answers.failure is None:
-                self._executor.carry_out(self.coordinator.joined(happened.rank, now), now)
+                self._pushes.carry_out(self.coordinator.joined(happened.rank, now), now)
         elif isinstance(happened, Gone):
             self._gone(happened, now)
         else:
@@ -159,8 +149,8 @@ class ParameterServer:
         for rank, reason in self._live_workers.overdue(self._meeting, now):
             self._leave_behind(rank, reason, now)
         if self._answers.failure is None:
-            self._executor.carry_out(self.coordinator.wake(now), now)
-            self._executor.settle(now)
+            self._pushes.carry_out(self.coordinator.wake(now), now)
+            self._pushes.settle()
             self._batch.settle()
             self._settle_meeting(now)
 
@@ -169,7 +159,7 @@ class ParameterServer:
         due_s = self._live_workers.overdue_s(self._meeting)
         if self._answers.failure is not None:
             return due_s
-        return min(self.coordinator.wake_s(), self._executor.wake_s(), due_s, self._meeting_due_s)
+        return min(self.coordinator.wake_s(), due_s, self._meeting_due_s)
 
     @property
     def meets(self) -> bool:
@@ -207,8 +197,8 @@ class ParameterServer:
         self._answers.forget(rank)
         self._meeting.forget(rank)
         if self._answers.failure is None:
-            self._executor.carry_out(self.coordinator.lost(rank, now), now)
-            self._executor.settle(now)
+            self._pushes.carry_out(self.coordinator.lost(rank, now), now)
+            self._pushes.settle()
             self._meeting_due_s = now
 
     def _request(self, rank: int, request: Request, now: float) -> None:
@@ -223,7 +213,7 @@ class ParameterServer:
             self._live_workers.left(rank)
             self.fail(f"worker {rank} failed: {request.text}")
         elif self._answers.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
-            self._answers.answer_failed(rank)
+            self._answers.answer(rank, Say.FAILED, text=self._answers.failure)
         else:
             try:
                 self._serve(rank, request, now)
@@ -247,7 +237,7 @@ class ParameterServer:
             self._begin(rank, request, now)
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
-            self._executor.carry_out(self.coordinator.give_back(rank, None, now), now)
+            self._pushes.carry_out(self.coordinator.give_back(rank, None, now), now)
             if request.tick <= self._meeting.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
@@ -262,13 +252,12 @@ class ParameterServer:
         elif request.epoch < self._epochs.number:
             self._of_epoch_before(rank, request)
         else:
-            self._check_place(request)
-            if kind is Ask.CLAIM:
-                self._claim(rank, request, now)
-            else:
-                self._push_checks.check(request)
-                final = request.flags & PushFlag.FINAL
-                self._push(rank, request, now) if final else self._push_substep(rank, request, now)
+            if request.epoch > self._epochs.number:
+                raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
+            if not 0 <= request.tick <= self.coordinator.global_step:
+                raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.global_step}")
+            serve = self._pushes.claim if kind is Ask.CLAIM else self._pushes.push
+            serve(rank, request, now)
 
     def _tell(self, rank: int, request: Request) -> None:
         """Answers a question."""
@@ -290,7 +279,7 @@ class ParameterServer:
             effects = self.coordinator.begin(
                 request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.tick, now=now
             )
-            self._executor.carry_out(effects, now)  # for those who are still held in the epoch before
+            self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)
             self._batch.begin()
         hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
@@ -306,10 +295,9 @@ class ParameterServer:
         elif not 0 <= request.tick < len(words):
             raise ValueError(f"batch {request.tick} of epoch {request.epoch}, which had {len(words)}")
         else:
-            flags, text = self._answers.measures_for(request)
             self._answers.answer(
-                rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :], flags=flags,
-                wasted=request.kind is Ask.PUSH, text=text,
+                rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :],
+                wasted=request.kind is Ask.PUSH, **self._answers.measures_for(request),
             )  # fmt: skip
 
     def _settle_meeting(self, now: float) -> None:
@@ -332,49 +320,6 @@ class ParameterServer:
         for rank, request in met.items():
             text = Met.text(self.counts, self._live_workers.take_notices(rank))
             self._answers.answer(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
-
-    # ---- claims and pushes ------------------------------------------------------------------------------------
-
-    def _check_place(self, request: Request) -> None:
-        """Raises ValueError for a request from a place where nobody can be."""
-        if request.epoch > self._epochs.number:
-            raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
-        if not 0 <= request.tick <= self.coordinator.global_step:
-            raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.global_step}")
-
-    def _claim(self, rank: int, request: Request, now: float) -> None:
-        self._answers.claims[rank] = (request, now)
-        self._executor.carry_out(self.coordinator.claim(rank, request.tick, now), now)
-        self._executor.settle(now)
-
-    def _push(self, rank: int, push: Request, now: float) -> None:
-        """The last push of a batch; a claim for the same batch follows at once."""
-        slot = self._push_checks.slot(rank, push)
-        if slot is None:
-            self._answers.wasted(rank)
-            self._executor.carry_out(self.coordinator.give_back(rank, push.lease, now), now)
-        else:
-            lease = self.coordinator.assignment(rank, push.lease)
-            finite = lease is None or self._push_checks.finite(rank, push, slot)
-            if push.tick == self.coordinator.global_step:
-                self._batch.announce(push, slot)
-            effects = self.coordinator.push(
-                rank, push.lease, now, global_step=push.tick, samples=push.samples, finite=finite
-            )
-            pushed = None if lease is None else Pushed(push, slot, lease.base)
-            self._executor.carry_out(effects, now, pushed)
-        self._claim(rank, push, now)
-
-    def _push_substep(self, rank: int, push: Request, now: float) -> None:
-        slot, lease = self._push_checks.slot(rank, push), self.coordinator.assignment(rank, push.lease)
-        if slot is None or lease is None or lease.void or not self.coordinator.within_bound(lease.base):
-            self._answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
-            return
-        finite = self._push_checks.finite(rank, push, slot)
-        counts = self.coordinator.substep(lease, push.substep, push.samples)
-        self._executor.push_substep(
-            rank, Pushed(push, slot, lease.base), now, granted_s=lease.assigned_s, finite=finite, counts=counts
-        )
 
     # ---- state ------------------------------------------------------------------------------------------------
 

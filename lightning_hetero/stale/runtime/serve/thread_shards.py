@@ -6,16 +6,13 @@ parameter belongs to one thread, whose operations are those of a single thread: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_hetero.transport.seqlock import cores
-
-T = TypeVar("T")
 
 _LARGE = 10_000_000  # numbers; below, threads cost more than they bring
 
@@ -39,20 +36,12 @@ class ThreadShards:
 
     Attributes:
         parts: indices of each shard's parameters; none is empty unless there is only one.
-
-    Raises:
-        ValueError: ``shards`` is below 1.
     """
 
     def __init__(self, numels: Sequence[int], shards: int | None = None) -> None:
         if shards is None:
             shards = min(cores(), 8) if sum(numels) > _LARGE else 1
-        if type(shards) is not int or shards < 1:
-            raise ValueError(
-                f"shards={shards!r} must be a whole number >= 1 (threads), or None for a choice by size"
-            )
         self.parts = _balanced(numels, shards)
-        self._of = {i: shard for shard, part in enumerate(self.parts) for i in part}
         self._threads: ThreadPoolExecutor | None = None
         if len(self.parts) > 1:
             torch.set_num_threads(1)
@@ -63,26 +52,18 @@ class ThreadShards:
                 initargs=(1,),
             )
 
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def of(self, index: int) -> int:
-        """Returns the shard of a parameter."""
-        return self._of[index]
-
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        """Runs ``work(shard)`` for every shard at the same time and returns the results in order."""
+    def run(self, work: Callable[[int], None]) -> None:
+        """Runs ``work(shard)`` for every shard at the same time, waits for all, and raises the first error."""
         if self._threads is None:
-            return [work(0)]
+            work(0)
+            return
         others = [self._threads.submit(work, shard) for shard in range(1, len(self.parts))]
         try:
-            first = work(0)
+            work(0)
         finally:
-            results = [other.exception() for other in others]  # waits for all before anybody goes on
-        for error in results:
-            if error is not None:
-                raise error
-        return [first, *(other.result() for other in others)]
+            wait(others)
+        for other in others:
+            other.result()
 
     def close(self) -> None:
         """Ends the threads; idempotent."""
@@ -101,14 +82,14 @@ def _balanced(numels: Sequence[int], shards: int) -> list[list[int]]:
     return [part for part in parts if part] or [[]]
 
 
-def step(optimizer: Optimizer, shard_of: Sequence[Sequence[int]], shards: ThreadShards) -> None:
+def step(optimizer: Optimizer, shard_of: Mapping[int, int], shards: ThreadShards) -> None:
     """Steps an optimizer; one that treats every tensor by itself in all shards at once.
 
     Args:
-        shard_of: per group, the shard of each of its parameters.
+        shard_of: the shard of each of its parameters, by identity.
     """
     cls = type(optimizer)
-    if len(shards) == 1 or cls not in _PER_TENSOR:
+    if len(shards.parts) == 1 or cls not in _PER_TENSOR:
         cls.step(optimizer)  # the class's: an instance may have a wrapped or switched off `step`
         return
 
@@ -116,8 +97,8 @@ def step(optimizer: Optimizer, shard_of: Sequence[Sequence[int]], shards: Thread
         part = object.__new__(cls)
         part.__dict__.update(vars(optimizer))  # the very same state, defaults and hooks
         part.param_groups = [
-            {**group, "params": [p for p, own in zip(group["params"], owners, strict=True) if own == shard]}
-            for group, owners in zip(optimizer.param_groups, shard_of, strict=True)
+            {**group, "params": [p for p in group["params"] if shard_of[id(p)] == shard]}
+            for group in optimizer.param_groups
         ]
         cls.step(part)
 

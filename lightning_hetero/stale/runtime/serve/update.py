@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_hetero.stale.runtime.memory.entry import NONFINITE
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
+from lightning_hetero.stale.runtime.layout import NONFINITE, FlatLayout
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean, Spares, runs
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
 _SLOTS = 256
@@ -48,13 +46,13 @@ class Updater:
     Args:
         layout: of ``area``.
         area: uint8, parameters and buffers.
-        optimizers: their parameters are views of ``area``.
-        owned: per optimizer, the layout's index of each of its parameters, groups one after the other.
+        parameters: views of ``area``, in the layout's order.
+        optimizers: over these parameters.
         shards: threads to use.
         divide_by: gradients are the pool's sum divided by this, not by its weight (a loss that is a sum).
 
     Raises:
-        ValueError: an optimizer cannot run here, or its parameters are not in ``area``.
+        ValueError: an optimizer cannot run here.
     """
 
     def __init__(
@@ -62,60 +60,35 @@ class Updater:
         *,
         layout: FlatLayout,
         area: Tensor,
+        parameters: Sequence[Tensor],
         optimizers: Sequence[Optimizer],
-        owned: Sequence[Sequence[int]],
         shards: ThreadShards,
         divide_by: float | None = None,
     ) -> None:
-        if len(owned) != len(optimizers):
-            raise ValueError(f"{len(optimizers)} optimizers, but the parameters of {len(owned)}")
-        if divide_by is not None and not divide_by > 0.0:
-            raise ValueError(f"divide_by={divide_by!r} must be above 0 or None")
         self.layout, self.shards = layout, shards
         self.optimizers = list(optimizers)
         self.hyper = HyperParameters(optimizers)
         self.spares = Spares(layout)
+        self.buffers = layout.views(area)[len(layout.parameters) :]
         self.parameters: dict[int, Tensor] = {}  # those some optimizer owns
         self._owners: dict[int, int] = {}  # a bit per optimizer
-        self._shard_of: list[list[list[int]]] = []
         self._divide_by = divide_by
         self._clips = [(0, 0.0)] * len(optimizers)
-        self._seen: dict[
-            int, list[Tensor]
-        ] = {}  # by address; keeps the memory, so addresses are not used again
+        self._seen: dict[int, list[Tensor]] = {}  # by address; keeps the memory, so addresses are not used again
         self._spent = 0  # bits of accumulating optimizers that have stepped: what comes next begins a window
         self._begun = 0  # ... that were zeroed in this tick
         self._changed: dict[int, int] = {}  # version from which on a buffer has its value
-        views = layout.views(area)
-        self.buffers = views[len(layout.parameters) :]
-        for o, (optimizer, own) in enumerate(zip(optimizers, owned, strict=True)):
-            self._adopt(o, optimizer, list(own), views)
-        self._runs = [runs(layout, [i for i in part if i in self.parameters]) for part in shards.parts]
-
-    def _adopt(self, o: int, optimizer: Optimizer, own: list[int], values: Sequence[Tensor]) -> None:
-        if isinstance(optimizer, (LBFGS, SparseAdam)):
-            raise ValueError(
-                f"optimizer {o} is {type(optimizer).__name__}: it needs"
-                f" {'closures' if isinstance(optimizer, LBFGS) else 'sparse gradients'} at its step, which is made in"
-                " the parameter server from dense gradients; use another optimizer, or strategy='ddp'"
-            )
-        groups = [list(group["params"]) for group in optimizer.param_groups]
-        flat = [p for group in groups for p in group]
-        if len(flat) != len(own):
-            raise ValueError(
-                f"optimizer {o} has {len(flat)} parameters, optimizer_parameters names {len(own)}"
-            )
-        for i, parameter in zip(own, flat, strict=True):
-            if parameter.data_ptr() != values[i].data_ptr() or parameter.shape != values[i].shape:
-                name = self.layout.parameters[i].name
-                raise ValueError(
-                    f"optimizer {o} does not update {name!r} in the area; call FlatLayout.adopt first"
-                )
-            parameter.grad = None
-            self.parameters[i] = parameter
-            self._owners[i] = self._owners.get(i, 0) | 1 << o
-        rest = iter(own)
-        self._shard_of.append([[self.shards.of(next(rest)) for _ in group] for group in groups])
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        for o, optimizer in enumerate(self.optimizers):
+            _refuse_closures_and_sparse(o, optimizer)
+            for parameter in _parameters_of(optimizer):
+                parameter.grad = None
+                i = index[id(parameter)]
+                self.parameters[i] = parameter
+                self._owners[i] = self._owners.get(i, 0) | 1 << o
+        owned = [[i for i in part if i in self.parameters] for part in shards.parts]
+        self._runs = [runs(layout, part) for part in owned]
+        self._shard_of = {id(self.parameters[i]): shard for shard, part in enumerate(owned) for i in part}
 
     @property
     def divides_by_weight(self) -> bool:
@@ -173,13 +146,7 @@ class Updater:
     # ---- updates ----------------------------------------------------------------------------------------------
 
     def apply(
-        self,
-        pool: GradientSum,
-        *,
-        version: int = 0,
-        worth: float = 1.0,
-        last: bool = True,
-        mean: KeptMean | None = None,
+        self, pool: GradientSum, *, version: int, worth: float = 1.0, last: bool = True, mean: KeptMean | None = None
     ) -> int:
         """Makes a pool an update; see the module.
 
@@ -225,36 +192,28 @@ class Updater:
             for o in bits(stepping):
                 self._clip_gradients(o, *self._clips[o])
                 with self._learning_rates_times(o, worth if at_once >> o & 1 else 1.0):
-                    step(self.optimizers[o], self._shard_of[o], self.shards)
+                    step(self.optimizers[o], self._shard_of, self.shards)
         self._spent |= stepping & ~at_once
         pool.buffers.apply(self.buffers, worth, self._changed, version)
         return stepping
 
     def _clip_gradients(self, o: int, kind: int, value: float) -> None:
-        parameters = [
-            p for group in self.optimizers[o].param_groups for p in group["params"] if p.grad is not None
-        ]
-        if kind == CLIP_NORM and parameters:
-            torch.nn.utils.clip_grad_norm_(parameters, value)
-        elif kind == CLIP_VALUE and parameters:
-            torch.nn.utils.clip_grad_value_(parameters, value)
+        if kind == CLIP_NORM:
+            torch.nn.utils.clip_grad_norm_(_parameters_of(self.optimizers[o]), value)
+        elif kind == CLIP_VALUE:
+            torch.nn.utils.clip_grad_value_(_parameters_of(self.optimizers[o]), value)
 
     @contextmanager
     def _learning_rates_times(self, o: int, worth: float) -> Iterator[None]:
-        if worth == 1.0:
-            yield
-            return
-        groups = self.optimizers[o].param_groups
-        before = [group.get("lr") for group in groups]
+        groups = [] if worth == 1.0 else [group for group in self.optimizers[o].param_groups if "lr" in group]
+        before = [group["lr"] for group in groups]
         for group, lr in zip(groups, before, strict=True):
-            if lr is not None:
-                group["lr"] = lr * worth
+            group["lr"] = lr * worth
         try:
             yield
         finally:
             for group, lr in zip(groups, before, strict=True):
-                if lr is not None:
-                    group["lr"] = lr
+                group["lr"] = lr
 
     def call(self, o: int, text: str) -> None:
         """Calls a method of an optimizer; ``text`` begins with its name and a bracket.
@@ -283,3 +242,16 @@ class Updater:
             {"state": dict(sorted(state.items())), "groups": groups}
             for state, groups in zip(states, self.hyper.own_entries(), strict=True)
         ]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_closures_and_sparse(o: int, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, (LBFGS, SparseAdam)):
+        raise ValueError(
+            f"optimizer {o} is {type(optimizer).__name__}: it needs"
+            f" {'closures' if isinstance(optimizer, LBFGS) else 'sparse gradients'} at its step, which is made in"
+            " the parameter server from dense gradients; use another optimizer, or strategy='ddp'"
+        )

@@ -7,14 +7,14 @@ What is written and looks the same may have been changed and put back, or change
 parameter is kept as it came, to be compared as a whole. So what is not noticed is a change through ``.data`` of a few
 numbers among many, and the first change of that kind that others' updates overtake.
 
-On a device the numbers are compared where they are, and it is not waited for: what is found is `noted`, and is read
-when the host waits for the device anyway, at the next push.
+On a device the numbers are compared where they are, and it is not waited for: what is found is noted, and is read when
+the host waits for the device anyway, at the next push.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 
 _SAMPLES, _WORD_BYTES = 1024, 4  # words that are compared, of all parameters together
+_OTHER = -1  # no tensor's version
 
 
 class ParameterPlace(NamedTuple):
@@ -86,44 +87,39 @@ class _Words:
 
     Attributes:
         asynchronous: what is found is noted, so that nobody waits for the device.
-        noted: bits of the changes that were found, one number per word.
+        noted: which words were others (uint8), by when that was looked for.
     """
 
     def __init__(self, area: Tensor, words: list[int]) -> None:
         self._area, self._words = area.view(torch.int32), torch.tensor(words, device=area.device)
         self._at = [word * _WORD_BYTES for word in words]
         self.asynchronous = device_of(area.device).asynchronous
-        self.noted = torch.zeros(len(words), dtype=torch.uint8, device=area.device)
+        self.noted: dict[Hashable, Tensor] = {}
         self.came()
 
     def came(self) -> None:
-        self._before = self._now()
+        self._before = self._area.index_select(0, self._words)
 
-    def _now(self) -> Tensor:
-        return self._area.index_select(0, self._words)
-
-    def note(self, bit: int) -> None:
-        self.noted |= (self._now() != self._before).to(torch.uint8) * bit
+    def note(self, when: Hashable) -> None:
+        others = (self._area.index_select(0, self._words) != self._before).to(torch.uint8)
+        self.noted[when] = others | self.noted[when] if when in self.noted else others
 
     def changed(self) -> list[int]:
         """Returns where there are others now, in bytes."""
-        now = self._now()
-        if torch.equal(now, self._before):
-            return []
-        return [at for at, other in zip(self._at, (now != self._before).tolist(), strict=True) if other]
+        now = self._area.index_select(0, self._words)
+        return [] if torch.equal(now, self._before) else self.at(now != self._before)
 
-    def take(self) -> list[tuple[int, int]]:
-        """Returns, and forgets, what was noted: where, in bytes, and its bits."""
-        noted = self.noted.tolist()
-        self.noted.zero_()
-        return [(at, bits) for at, bits in zip(self._at, noted, strict=True) if bits]
+    def at(self, others: Tensor) -> list[int]:
+        """Returns where words are, in bytes."""
+        return [at for at, other in zip(self._at, others.tolist(), strict=True) if other]
 
 
 class ReplicaWatch:
-    """See the module; of one replica in flat memory.
+    """See the module; of one replica in flat memory, in which all is as it should be.
 
     Args:
         layout: of the flat memory.
+        areas: uint8, the flat memory that parameters are views of, of each device.
         parameters: in the layout's order.
         buffers: returns the present ones, in the layout's order.
         held: where modules keep the parameters; none: that is not looked at.
@@ -132,38 +128,28 @@ class ReplicaWatch:
     def __init__(
         self,
         layout: FlatLayout,
+        areas: Iterable[Tensor],
         parameters: Sequence[Parameter],
         buffers: Callable[[], Sequence[Tensor]],
         held: Sequence[ParameterPlace] = (),
     ) -> None:
         self._layout, self._parameters, self._buffers = layout, parameters, buffers
         index = {id(p): i for i, p in enumerate(parameters)}
-        self._held = [(index[id(p.tensor)], p.held, p.key, p.tensor) for p in held if id(p.tensor) in index]
-        self._words: list[_Words] = []
+        self._held = [(index[id(p.tensor)], p) for p in held if id(p.tensor) in index]
         self._whole: dict[int, Tensor | None] = {}  # parameters that are compared as a whole; None: at the next read
         self._starts = [start for start, _ in layout.ranges[: len(parameters)]]
-        self._versions: list[int] = []
-        self._held_buffers: list[Tensor] = []
-        self._buffer_versions: list[int] = []
-        self._moved = set[int]()  # which of all tensors got other memory by ``.data = ...``
-
-    def attach(self, areas: Iterable[Tensor]) -> None:
-        """Begins; all is as it should be.
-
-        Args:
-            areas: uint8, the flat memory that parameters are views of, of each device.
-        """
-        each = max(2, min(16, _SAMPLES // max(1, len(self._parameters))))
+        self._words: list[_Words] = []
+        each = max(2, min(16, _SAMPLES // max(1, len(parameters))))
         for area in areas:
             words = list[int]()
-            for (start, stop), parameter in zip(self._layout.ranges, self._parameters, strict=False):
+            for (start, stop), parameter in zip(layout.ranges, parameters, strict=False):
                 if parameter.device == area.device and parameter.numel():
                     first, last = start // _WORD_BYTES, (stop - 1) // _WORD_BYTES
                     step = max(1, -(-(last - first + 1) // each))
                     words += range(first, last + 1, step)
             if words:
                 self._words.append(_Words(area, words))
-        self._settle_parameters()
+        self._versions = [parameter._version for parameter in parameters]
         self.settle_buffers()
 
     def detach(self) -> None:
@@ -179,15 +165,14 @@ class ReplicaWatch:
 
     def moved(self, index: int) -> None:
         """A tensor, of parameters and then buffers, had other memory, and has its place in flat memory again."""
-        self._moved.add(index)
-
-    def _settle_parameters(self) -> None:
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._moved = {i for i in self._moved if i >= len(self._parameters)}
+        first = len(self._parameters)
+        if index < first:
+            self._versions[index] = _OTHER
+        else:
+            self._buffer_versions[index - first] = _OTHER
 
     def settle_buffers(self) -> None:
         """The buffers that are there now count as unchanged."""
-        self._moved = {i for i in self._moved if i < len(self._parameters)}
         self._held_buffers = list(self._buffers())
         self._buffer_versions = [buffer._version for buffer in self._held_buffers]
 
@@ -195,15 +180,12 @@ class ReplicaWatch:
 
     def _counted(self) -> set[int]:
         """Parameters that were written in place, or in whose stead there is another."""
-        now, found = [parameter._version for parameter in self._parameters], self._replaced()
-        found |= {i for i in self._moved if i < len(now)}
-        if now != self._versions:
-            found |= {i for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b}
-        return found
+        versions = zip(self._parameters, self._versions, strict=True)
+        return {i for i, (now, before) in enumerate(versions) if now._version != before} | self._replaced()
 
     def _replaced(self) -> set[int]:
         """Parameters in whose stead the module has another."""
-        return {i for i, held, key, tensor in self._held if held.get(key, tensor) is not tensor}
+        return {i for i, place in self._held if place.held.get(place.key, place.tensor) is not place.tensor}
 
     def _seen(self, *, wait: bool = True) -> set[int]:
         """Parameters of which some number is another one; unless it is waited for devices, of those on the host."""
@@ -214,18 +196,24 @@ class ReplicaWatch:
         """Parameters that have these bytes of flat memory."""
         return {bisect.bisect_right(self._starts, at) - 1 for at in places}
 
-    def note(self, bit: int) -> list[Tensor]:
-        """Has devices note what has changed; returns what tells whether anything was noted (uint8), for each."""
-        asynchronous = [words for words in self._words if words.asynchronous]
-        for words in asynchronous:
-            words.note(bit)
-        return [words.noted.amax().view(1) for words in asynchronous]
+    def note(self, when: Hashable) -> None:
+        """Has devices note what has changed."""
+        for words in self._words:
+            if words.asynchronous:
+                words.note(when)
 
-    def noted(self) -> dict[int, set[int]]:
-        """Returns, and forgets, what was noted: by bit the parameters, the lowest first; waits for the devices."""
-        found = [each for words in self._words if words.asynchronous for each in words.take()]
-        every = {bit: self._parameters_at(at for at, bits in found if bits & bit) for bit in (1 << n for n in range(8))}
-        return {bit: parameters for bit, parameters in every.items() if parameters}
+    def noted(self) -> list[Tensor]:
+        """Returns what tells whether anything was noted (uint8, one number each)."""
+        return [others.amax().view(1) for words in self._words for others in words.noted.values()]
+
+    def take_noted(self) -> dict[Hashable, set[int]]:
+        """Returns, and forgets, which parameters were noted, by when; waits for the devices."""
+        found: dict[Hashable, set[int]] = {}
+        for words in self._words:
+            for when, others in words.noted.items():
+                found[when] = found.get(when, set()) | self._parameters_at(words.at(others))
+            words.noted.clear()
+        return found
 
     @property
     def touched(self) -> bool:
@@ -239,8 +227,8 @@ class ReplicaWatch:
             published: returns the area as it came (uint8, on the CPU), or None if it is not to be had any more.
             wait: for the devices, whose numbers are not looked at otherwise, see `note`.
         """
-        counted, found = self._counted(), self._seen(wait=wait) | self._replaced()
-        doubtful = counted - found
+        found = self._seen(wait=wait) | self._replaced()
+        doubtful = self._counted() - found
         area = published() if doubtful else None
         for i in doubtful:
             (start, stop), clean = self._layout.ranges[i], self._whole.get(i)
@@ -250,16 +238,12 @@ class ReplicaWatch:
                 self._whole.setdefault(i, None)
             elif not torch.equal(self._parameters[i].detach().to(clean.device), clean):
                 found.add(i)
-        self._settle_parameters()
+        self._versions = [parameter._version for parameter in self._parameters]
         return sorted(found)
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
     def written_buffers(self) -> list[int]:
         """Buffers that were written, or in whose stead there is another."""
-        first, known = len(self._parameters), zip(self._held_buffers, self._buffer_versions, strict=True)
-        return [
-            i
-            for i, (buffer, (held, version)) in enumerate(zip(self._buffers(), known, strict=True))
-            if buffer is not held or buffer._version != version or first + i in self._moved
-        ]
+        known = zip(self._buffers(), self._held_buffers, self._buffer_versions, strict=True)
+        return [i for i, (now, held, version) in enumerate(known) if now is not held or now._version != version]

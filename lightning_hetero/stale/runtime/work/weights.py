@@ -1,4 +1,10 @@
-"""The server's weights on a rank: what of them is here, and what the user's code has changed of it (layer T)."""
+"""The server's weights on a rank: pulled into flat memory, and what the user's code has changed of them (layer T).
+
+    published bytes --> memory of each device --> parameters and buffers: views of it, so a pull is one copy
+
+Forward passes change buffers (running statistics); what they were when they came is kept, to be put back and to tell
+what has changed.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,12 @@ from enum import Enum
 from typing import NoReturn
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
+from torch.nn import Parameter
 
-from lightning_hetero.stale.runtime.work.replica import Replica
+from lightning_hetero.stale.runtime.layout import FlatLayout
+from lightning_hetero.stale.runtime.work.watch import ParameterPlace, ReplicaWatch
 from lightning_hetero.transport.base import WorkerLink
 
 
@@ -20,31 +29,74 @@ class Phase(Enum):
     BETWEEN = "behind an optimizer's step, e.g. in on_train_batch_end or in optimizer_step"
     MET = "where ranks met within an epoch, e.g. in a hook of a validation"  # and nobody trains
 
-    @property
-    def bit(self) -> int:
-        """By which devices note what they find in it, see `Watch.note`."""
-        return 1 << list(Phase).index(self)
-
 
 class PulledWeights:
-    """See the module.
+    """See the module; parameters and buffers are in flat memory from here to `detach`.
 
     Args:
         link: where published parameters are read.
-        replica: where they lie.
+        layout: of the flat memory.
+        parameters: each once, in the layout's order.
+        buffers: returns the module's present buffers, in the layout's order; modules may replace theirs.
+        held: where modules keep the parameters, see `ReplicaWatch`.
 
     Attributes:
+        parameters: as given.
+        areas: uint8 (bytes of the layout,), the flat memory of each device.
         version: of the parameters pulled last; -1 before.
         kept: the user's code has changed some where ranks met, and they stay.
     """
 
-    def __init__(self, link: WorkerLink, replica: Replica) -> None:
-        self._link, self._replica, self._layout = link, replica, replica.layout
+    def __init__(
+        self,
+        link: WorkerLink,
+        layout: FlatLayout,
+        parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]],
+        held: Sequence[ParameterPlace] = (),
+    ) -> None:
+        self._link, self._layout = link, layout
+        self.parameters, self._buffers = list(parameters), buffers
         self.version = -1
         self.kept = False
         self._substeps_used = False
         self._buffers_pushed = False  # since the last pull
         self._phase = Phase.MET
+        tensors = self._tensors()
+        devices = dict.fromkeys([tensor.device for tensor in tensors] or [torch.device("cpu")])
+        self.areas = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for device in devices]
+        views = {area.device: layout.views(area) for area in self.areas}
+        self._views = [_of_its_own(views[tensor.device][i]) for i, tensor in enumerate(tensors)]
+        for tensor, view in zip(tensors, self._views, strict=True):
+            view.copy_(tensor.detach())
+            tensor.data = view
+        self._clean = [now.clone() for now in self._buffer_bytes()]  # of each area: its buffers as they came
+        self._watch = ReplicaWatch(layout, self.areas, self.parameters, buffers, held)
+
+    def detach(self) -> None:
+        """Gives parameters and buffers memory of their own, with their present values; idempotent."""
+        for tensor, view in zip(self._tensors(), self._views, strict=False):
+            if tensor.data_ptr() == view.data_ptr():
+                tensor.data = view.clone()
+        self.areas, self._views, self._clean = [], [], []
+        self._watch.detach()
+        self.version = -1
+
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the memory of each device's buffers (uint8), with what it was when they came."""
+        return list(zip(self._buffer_bytes(), self._clean, strict=True))
+
+    def buffer_devices(self) -> list[torch.device]:
+        """Returns where each buffer is."""
+        return [view.device for view in self._views[len(self.parameters) :]]
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.parameters, *self._buffers()]
+
+    def _buffer_bytes(self) -> list[Tensor]:
+        return [area[self._layout.parameter_bytes :] for area in self.areas]
+
+    # ---- pulls ------------------------------------------------------------------------------------------------
 
     @property
     def whole(self) -> bool:
@@ -63,18 +115,37 @@ class PulledWeights:
         """See `Worker.pull`."""
         if self.kept:
             return self.version
-        self._replica.adopt()
+        self._adopt()
         if self.is_newest:
-            self._replica.restore_buffers()
+            for now, clean in self.buffers():
+                now.copy_(clean)
         else:
             self.read(self._link.read_parameters)
-        self._replica.watch.settle_buffers()
+        self._watch.settle_buffers()
         return self.version
 
     def read(self, read_parameters: Callable[[Tensor], int]) -> None:
-        """Takes over other parameters and buffers, see `Replica.read`."""
-        self.version = self._replica.read(read_parameters)
+        """Takes over other parameters and buffers.
+
+        Args:
+            read_parameters: copies them as bytes and returns their version; `WorkerLink.read_parameters`.
+        """
+        versions = {read_parameters(area) for area in self.areas}
+        while len(versions) > 1:  # a newer one came between two devices
+            versions = {read_parameters(area) for area in self.areas}
+        for now, clean in self.buffers():
+            clean.copy_(now)
+        self._watch.came()
+        self.version = versions.pop()
         self._buffers_pushed = False
+
+    def _adopt(self) -> None:
+        """Parameters and buffers that lie elsewhere, e.g. because a module replaced them, come into flat memory."""
+        for i, (tensor, view) in enumerate(zip(self._tensors(), self._views, strict=True)):
+            if tensor.data_ptr() != view.data_ptr() and tensor.numel():
+                view.copy_(tensor.detach())
+                tensor.data = view
+                self._watch.moved(i)
 
     def pushed(self, *, substep: bool) -> None:
         """Gradients and buffers were pushed; a sub-step changes parameters under the same version."""
@@ -85,6 +156,11 @@ class PulledWeights:
         """The server has answered: it overwrites what was kept."""
         self._phase, self.kept = phase, False
 
+    def answered(self, phase: Phase) -> None:
+        """The server has answered a claim: buffers count as unchanged from here on."""
+        self.go_on(phase)
+        self._watch.settle_buffers()
+
     # ---- what else changes them -------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[str], list[str]]:
@@ -92,16 +168,26 @@ class PulledWeights:
 
         They stay as they are until `discard`, or for good if the worker leaves.
         """
-        replica = self._replica
-        replica.adopt()
-        parameters = replica.watch.changed(self._published)
-        buffers = replica.changed_buffers()
+        self._adopt()
+        parameters, buffers = self._watch.changed(self._published), self._changed_buffers()
         self.kept = bool(parameters or buffers)
-        return ([self._layout.parameters[i].name for i in parameters], [self._layout.buffers[i].name for i in buffers])
+        return [self._layout.parameters[i].name for i in parameters], [self._layout.buffers[i].name for i in buffers]
 
     def discard(self) -> None:
         """Has the next pull bring everything."""
         self.kept, self.version = False, -1
+
+    def _changed_buffers(self) -> list[int]:
+        """Returns which buffers are not as they came, or were pushed."""
+        first, start = len(self.parameters), self._layout.parameter_bytes
+        clean = {each.device: each for each in self._clean}
+        changed: list[int] = []
+        for i in self._watch.written_buffers():
+            view, (begin, end) = self._views[first + i], self._layout.ranges[first + i]
+            came = self._layout.buffers[i].view(clean[view.device][begin - start : end - start])
+            if not torch.equal(view, came):
+                changed.append(i)
+        return changed
 
     def _published(self) -> Tensor | None:
         """Returns the area of `version`, or None if that is not to be had any more."""
@@ -110,32 +196,35 @@ class PulledWeights:
         area = torch.empty(self._layout.bytes, dtype=torch.uint8)
         return area if self._link.read_parameters(area) == self.version else None
 
-    def look(self, *, wait: bool = False) -> list[Tensor]:
+    def look(self, *, wait: bool = False) -> None:
         """Refuses what the user's code has changed and the next pull would overwrite.
 
         Args:
-            wait: for devices; else what tells whether they have noted anything (uint8) is returned, for the next push.
+            wait: for devices; else what they find is noted, see `noted`.
         """
-        replica, phase = self._replica, self._phase
-        if replica.attached:
-            replica.adopt()
-        if not replica.attached or self.version < 0:
-            return []
-        noted = [] if wait else replica.watch.note(phase.bit)
-        names = [self._layout.parameters[i].name for i in replica.watch.changed(self._published, wait=wait)]
+        self._adopt()
+        if self.version < 0:
+            return
+        phase = self._phase
+        if not wait:
+            self._watch.note(phase)
+        names = [self._layout.parameters[i].name for i in self._watch.changed(self._published, wait=wait)]
         if phase is not Phase.BATCH:
-            entries = [self._layout.buffers[i] for i in replica.changed_buffers()]
+            entries = [self._layout.buffers[i] for i in self._changed_buffers()]
             names += [entry.name for entry in entries if phase is Phase.MET or not entry.statistic]
         if wait:
             self.refuse_noted()
         self._refuse(names, phase)
-        return noted
+
+    def noted(self) -> list[Tensor]:
+        """Returns what tells whether devices have noted anything (uint8), which the next push reads for `settle`."""
+        return self._watch.noted()
 
     def refuse_noted(self) -> None:
         """Refuses what devices have found."""
-        found = self._replica.watch.noted()
+        found = self._watch.take_noted()
         for phase in (Phase.BETWEEN, Phase.MET, Phase.BATCH):  # where it was seen first
-            self._refuse([self._layout.parameters[i].name for i in sorted(found.get(phase.bit, ()))], phase)
+            self._refuse([self._layout.parameters[i].name for i in sorted(found.get(phase, ()))], phase)
 
     def _refuse(self, names: Sequence[str], phase: Phase) -> None:
         if names:
@@ -146,13 +235,21 @@ class PulledWeights:
         """Keeps what was changed since they met; what was changed before is refused."""
         if self._phase is not Phase.MET:
             self.look(wait=True)
-        elif self._replica.attached and self.version >= 0:
-            self._replica.adopt()
-            self.kept = self.kept or self._replica.watch.touched
+        elif self.version >= 0:
+            self._adopt()
+            self.kept = self.kept or self._watch.touched
 
     def stop(self) -> None:
         """The batch is left by an error: what is changed from here on stays, e.g. weights that a finder restores."""
         self._phase = Phase.MET
+
+
+def _of_its_own(view: Tensor) -> Tensor:
+    """Returns the same memory as a storage of its own.
+
+    ``torch.save`` writes whole storages, and refuses one that tensors of several dtypes share.
+    """
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(view))
 
 
 def _refuse(names: Sequence[str], rank: int, phase: Phase) -> NoReturn:

@@ -1,6 +1,6 @@
 """A worker's end of the parameter server: newest parameters in, gradients out (layer T).
 
-attach   parameters become views of one flat memory [replica], so a pull is one copy
+made     parameters become views of one flat memory [weights], so a pull is one copy
 claim    -> a grant: pull, compute; gradients go into the slot while backward runs, bucket by bucket as in DDP
 push     what changed since (unscaled, edited by hooks) is copied again; the reply is the next grant, or "passed"
 
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.report import Measures
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import (
     EpochBegin,
     Met,
@@ -31,19 +31,10 @@ from lightning_hetero.stale.runtime.messages import (
     measures_of,
     state_of,
 )
-from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
-from lightning_hetero.stale.runtime.work.images import Readout, lock_pages
-from lightning_hetero.stale.runtime.work.replica import Replica
+from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, Readout, lock_pages
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
-from lightning_hetero.transport.base import (
-    Ask,
-    Reply,
-    Request,
-    Say,
-    ServerLostError,
-    WorkerLink,
-)
+from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError, WorkerLink
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 
@@ -53,21 +44,19 @@ class Worker:
     Args:
         link: the transport's end.
         layout: the server's, by digest.
-        parameters, buffers: as in the layout; a callable returns the module's present buffers, for modules that
-            replace theirs.
-        held: where modules keep the parameters, see `ReplicaWatch`.
+        parameters: each once, in the layout's order.
+        buffers: returns the module's present buffers, in the layout's order; modules may replace theirs.
         optimizers: whose hyper-parameters travel with each push.
+        held: where modules keep the parameters, see `ReplicaWatch`.
         overlap: copy gradients while backward runs; None: if they are on a GPU, or so many that it takes time. Pass
             False where gradients are changed behind autograd's back afterwards, as `torch.amp.GradScaler` does.
         tell: shows people what the server has to say; it comes with an answer, whatever was asked.
 
     Attributes:
         link: as given.
+        parameters: as given.
         weights: what of the server's is here, and what the user's code has changed of it.
         brought: what the server had counted when the last answer was given, if that brought it, see `ask_measures`.
-
-    Raises:
-        ValueError: parameters, buffers or optimizers are not the layout's.
     """
 
     def __init__(
@@ -75,65 +64,36 @@ class Worker:
         link: WorkerLink,
         layout: FlatLayout,
         parameters: Sequence[Parameter],
-        buffers: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+        buffers: Callable[[], Sequence[Tensor]] = list,
         optimizers: Sequence[Optimizer] = (),
         *,
         held: Sequence[ParameterPlace] = (),
         overlap: bool | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self.link, self.layout = link, layout
-        self._tell = tell
+        self.link, self._layout, self._tell = link, layout, tell
         self._hyper = HyperParameters(optimizers)
         self._clips = [(0, 0.0)] * len(optimizers)
-        if self._hyper.digest != layout.meaning:
-            raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
-        self._replica = Replica(layout, parameters, buffers, held)
-        self._unlock: list[Callable[[], None]] = []
-        self.weights = PulledWeights(link, self._replica)
-        self._writer = GradientWriter(link, layout, self.parameters)
-        self._overlap = overlap
+        self.weights = PulledWeights(link, layout, parameters, buffers, held)
+        self.parameters = self.weights.parameters
+        devices = [device_of(area.device) for area in self.weights.areas]
+        self._unlock = lock_pages(link.shared, devices)
+        self._writer = GradientWriter(link, layout, self.parameters, self.weights.buffer_devices(), overlap=overlap)
         self._wanted = PushFlag(0)  # besides, with claims and pushes
         self.brought: Measures | None = None
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Each once, in the layout's order."""
-        return self._replica.parameters
-
-    # ---- parameters -------------------------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Moves parameters and buffers into flat memory and starts to watch gradients; idempotent."""
-        if self._replica.attached:
-            return
-        self._replica.attach()
-        self._unlock += lock_pages(self.link.shared, [device_of(area.device) for area in self._replica.areas])
-        self._writer.attach(self._replica.buffer_devices(), overlap=self._overlap)
-
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""
-        if not self._replica.attached:
-            return
         self._writer.detach()
-        self._replica.detach()
-        for unlock in self._unlock:
-            unlock()
-        self._unlock.clear()
-        self.weights.version = -1
-
-    @property
-    def version(self) -> int:
-        """The version of the parameters pulled last; -1 before the first pull."""
-        return self.weights.version
+        self.weights.detach()
+        while self._unlock:
+            self._unlock.pop()()
 
     def pull(self) -> int:
         """Puts the newest published parameters and buffers into the module; returns their version.
 
         If the newest are there already, only the buffers are put back, which forward passes change.
         """
-        if not self._replica.attached:
-            raise RuntimeError("call Worker.attach before pull")
         return self.weights.pull()
 
     def gradients(self) -> list[Tensor | None]:
@@ -179,7 +139,7 @@ class Worker:
         Raises:
             RemoteFailureError: the workers disagree, or the run has failed.
         """
-        text = EpochBegin.of(self.layout.digest, tick, applied).text()
+        text = EpochBegin(self._layout.digest, tick, tuple(applied)).text()
         reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
         self.weights.go_on(Phase.BETWEEN)
         return reply
@@ -198,8 +158,7 @@ class Worker:
         return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted))))
 
     def _answered(self, reply: Reply) -> Reply:
-        self.weights.go_on(Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH)
-        self._replica.watch.settle_buffers()
+        self.weights.answered(Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH)
         return reply
 
     def push(
@@ -235,9 +194,10 @@ class Worker:
             RemoteFailureError, ServerLostError: see `claim`.
         """
         told = Readout()
-        noted, buffers = [told.add(each) for each in self.weights.look()], self._replica.buffers()
+        self.weights.look()
+        noted = [told.add(each) for each in self.weights.noted()]
         self.weights.pushed(substep=not flags & PushFlag.FINAL)
-        slot = self._writer.write(buffers, lambda numbers: self._hyper.write(numbers, self._clips), told)
+        slot = self._writer.write(self.weights.buffers(), lambda numbers: self._hyper.write(numbers, self._clips), told)
         if any(map(any, noted)):
             self.weights.refuse_noted()
         self._clips = [(0, 0.0)] * len(self._clips)
@@ -287,16 +247,12 @@ class Worker:
         """Returns the ranks that the server takes to be alive."""
         return frozenset(self._call(Request(kind=Ask.METRICS)).numbers)
 
-    def state(self, *, pull: bool = False) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the server's state: ``version``, ``optimizers``, ``coordinator``.
 
-        Args:
-            pull: put the parameters and buffers of this very version into the module, unless they are there. They come
-                with the state: while others train, the published ones may be newer each time that one looks.
+        The parameters and buffers of this very version are in the module then. They come with the state unless they
+        are there: while others train, the published ones may be newer each time that one looks.
         """
-        if not pull:
-            self._call(Request(kind=Ask.STATE))
-            return state_of(self.link.read_state())
         weights = self.weights
         weights.look_where_all_meet()
         self._call(Request(kind=Ask.STATE, numbers=(weights.version if weights.whole or weights.kept else -1,)))

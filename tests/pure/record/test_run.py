@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.report.run import run_of
+from lightning_hetero.record.run import run_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import decision, events_of, opened, run_with
 

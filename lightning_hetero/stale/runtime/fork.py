@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import gc
 import json
+import math
 import os
 import select
 import signal
@@ -36,7 +37,7 @@ from lightning_hetero.measure.device import no_device_in_this_process
 Body = Callable[[Callable[[dict[str, Any]], None], Callable[[], bool]], None]
 
 _FIRST_TRY_S = 10.0  # a child that hangs in a lock it inherited does so at once; a second fork rarely hits it again
-_TERMINATE_S = 1.0  # for a child that has said it failed to be gone
+_END_S = 1.0  # for a child that has said that it failed to be gone
 _LOOK_S = 1.0  # at the parent, by the thread that watches it
 _STUCK_S = 30.0  # without a parent and without a sign of life
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -52,20 +53,14 @@ class ServerProcess:
         details: what the child reported when it was ready.
     """
 
-    def __init__(
-        self, pid: int, details: dict[str, Any], lifeline: int, clean_up: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, pid: int, lifeline: int, clean_up: Callable[[], object]) -> None:
         self.pid = pid
-        self.details = details
+        self.details: dict[str, Any] = {}
         self._lifeline: int | None = lifeline
         self._clean_up = clean_up
         self._owner = os.getpid()
         self._code: int | None = None
         self._lock = threading.Lock()
-
-    def alive(self) -> bool:
-        """Whether the server still runs."""
-        return self.exit_code() is None
 
     def exit_code(self) -> int | None:
         """Returns None while it runs, then its exit code; minus the signal's number if a signal ended it."""
@@ -79,44 +74,6 @@ class ServerProcess:
                     self._code = 0
             return self._code
 
-    def stop(self, timeout_s: float) -> int | None:
-        """Waits until the server ends by itself, then terminates it; idempotent.
-
-        Args:
-            timeout_s: how long to wait before SIGKILL; it ignores what can be ignored.
-
-        Returns:
-            The exit code; None in a process that is not the parent.
-        """
-        if os.getpid() != self._owner:
-            return None
-        self._let_go()
-        if not self.ends_within(timeout_s):
-            self._signal(signal.SIGKILL)
-            self.ends_within(float("inf"))
-        if (self.exit_code() or 0) < 0:  # by whose hand ever: it could not do it itself
-            self._clean_up()
-        return self.exit_code()
-
-    def release(self) -> None:
-        """Tells the child that the parent is done, and leaves it to those whom it serves; idempotent."""
-        if os.getpid() == self._owner:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Tells the child that the parent is done. A byte, because a forked worker may hold a copy of the pipe."""
-        with self._lock:
-            lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            with contextlib.suppress(OSError):
-                os.write(lifeline, b".")
-            os.close(lifeline)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self.exit_code() is None:  # not reaped, so the number is still this child's
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
     def ends_within(self, timeout_s: float) -> bool:
         """Waits; returns whether the server has ended."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.0005
@@ -126,6 +83,38 @@ class ServerProcess:
             time.sleep(pause_s)
             pause_s = min(0.02, 2 * pause_s)
         return True
+
+    def stop(self, timeout_s: float) -> int | None:
+        """Waits until the server ends by itself, then kills it; idempotent.
+
+        Args:
+            timeout_s: how long to wait before SIGKILL; it ignores what can be ignored.
+
+        Returns:
+            The exit code; None in a process that is not the parent.
+        """
+        if os.getpid() != self._owner:
+            return None
+        self.release()
+        if not self.ends_within(timeout_s):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # not reaped, so the number is still this child's
+            self.ends_within(math.inf)
+        code = self.exit_code()
+        if code is not None and code < 0:  # by whose hand ever: it could not do it itself
+            self._clean_up()
+        return code
+
+    def release(self) -> None:
+        """Tells the child that the parent is done, and leaves it to those whom it serves; idempotent."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            with contextlib.suppress(OSError):
+                os.write(lifeline, b".")  # a byte, because a forked worker may hold a copy of the pipe
+            os.close(lifeline)
 
 
 def fork_server(
@@ -173,23 +162,25 @@ def _fork_once(
     lifeline_end, lifeline = os.pipe()
     try:
         pid = _fork(lambda: _child(body, parent, report, lifeline_end, keep, clean_up))
-    except BaseException:
-        os.close(news)
-        os.close(lifeline)
-        raise
     finally:
         os.close(report)
         os.close(lifeline_end)
-    process = ServerProcess(pid, {}, lifeline, clean_up)
+    process = ServerProcess(pid, lifeline, clean_up)
     try:
-        process.details = _hear(news, wait_s, process)
+        with open(news) as file:
+            if not _readable(news, wait_s):
+                raise TimeoutError
+            answer = json.loads(file.readline() or "{}")
     except BaseException:
-        process._signal(signal.SIGKILL)
-        process.stop(float("inf"))
+        process.stop(0.0)
         raise
-    finally:
-        os.close(news)
-    return process
+    if "ready" in answer:
+        process.details = answer["ready"]
+        return process
+    code = process.stop(_END_S)
+    if "failed" in answer:
+        raise RuntimeError(f"the parameter server could not start: {answer['failed']} (its traceback is above)")
+    raise RuntimeError(f"the parameter server ended with code {code} before it was ready")
 
 
 def _fork(child: Callable[[], NoReturn]) -> int:
@@ -208,24 +199,6 @@ def _fork(child: Callable[[], NoReturn]) -> int:
         return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _hear(news: int, wait_s: float, process: ServerProcess) -> dict[str, Any]:
-    """Returns what the child reports; TimeoutError if it says nothing in time, RuntimeError if it failed."""
-    said, deadline = b"", time.monotonic() + wait_s
-    while not said.endswith(b"\n"):
-        if not _readable(news, max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
-        part = os.read(news, 1 << 16)
-        if not part:
-            process.stop(_TERMINATE_S)
-            raise RuntimeError(f"the parameter server ended with code {process.exit_code()} before it was ready")
-        said += part
-    answer = json.loads(said)
-    if "failed" in answer:
-        process.stop(_TERMINATE_S)
-        raise RuntimeError(f"the parameter server could not start: {answer['failed']} (its traceback is above)")
-    return answer["ready"]
 
 
 def _readable(number: int, timeout_s: float) -> bool:
@@ -250,32 +223,27 @@ def _child(
         with contextlib.suppress(OSError):
             os.setsid()  # Ctrl-C and a closed terminal end the ranks, and the server with them, in order
         torch.set_num_threads(1)
-        told = False
-
-        def ready(details: dict[str, Any]) -> None:
-            nonlocal told
-            _tell(report, {"ready": details})
-            told = True
 
         def alone() -> bool:
             # The pipe tells in time; the parent's id tells even if a forked worker of it holds the other end.
             return os.getppid() != parent or _readable(lifeline_end, 0.0)
 
-        watch = _Watch(alone, clean_up)
+        asks = threading.Event()
 
         def orphaned() -> bool:
-            watch.alive()
+            asks.set()
             return alone()
 
+        threading.Thread(
+            target=_end_if_stuck, args=(alone, asks, clean_up), name="parent-watch", daemon=True
+        ).start()
         try:
-            watch.start()
-            body(ready, orphaned)
+            body(lambda details: _tell(report, {"ready": details}), orphaned)
             code = 0
         except BaseException as error:
             traceback.print_exc()
-            if not told:
-                with contextlib.suppress(OSError):
-                    _tell(report, {"failed": f"{type(error).__name__}: {error}"})
+            with contextlib.suppress(OSError):  # it was ready: nobody reads this
+                _tell(report, {"failed": f"{type(error).__name__}: {error}"})
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):
@@ -283,51 +251,41 @@ def _child(
         os._exit(code)
 
 
-class _Watch(threading.Thread):
+def _end_if_stuck(alone: Callable[[], bool], asks: threading.Event, clean_up: Callable[[], object]) -> None:
     """Ends a child whose parent is gone and whose main thread shows no life, whatever that is at.
 
     Not at once: workers may live on without rank 0, and a large update takes its time.
 
     Args:
         alone: whether the parent is gone.
+        asks: set by the main thread each time it asks that.
         clean_up: called before.
     """
-
-    def __init__(self, alone: Callable[[], bool], clean_up: Callable[[], object]) -> None:
-        super().__init__(name="parent-watch", daemon=True)
-        self._alone, self._clean_up = alone, clean_up
-        self._seen_s = time.monotonic()
-
-    def alive(self) -> None:
-        """Called by the main thread."""
-        self._seen_s = time.monotonic()
-
-    def run(self) -> None:
-        while not self._alone():
-            time.sleep(_LOOK_S)
-        self._seen_s = time.monotonic()  # it has had no reason to hurry before
-        while time.monotonic() - self._seen_s < _STUCK_S:
-            time.sleep(_LOOK_S)
-        with contextlib.suppress(BaseException):
-            print(
-                f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-            self._clean_up()
-        os._exit(1)
+    while not alone():
+        time.sleep(_LOOK_S)
+    while asks.wait(_STUCK_S):
+        asks.clear()
+    with contextlib.suppress(BaseException):
+        print(
+            f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        clean_up()
+    os._exit(1)
 
 
 def _tell(report: int, message: dict[str, Any]) -> None:
-    said = json.dumps(message).encode() + b"\n"
-    while said:
-        said = said[os.write(report, said) :]
+    said = json.dumps(message) + "\n"
+    with open(report, "w", closefd=False) as file:
+        file.write(said)
 
 
 def _drop_inherited(keep: set[int]) -> None:
     """Closes inherited files; each number stays taken by the null device. Output goes straight to the screen."""
     null = os.open(os.devnull, os.O_RDWR)
-    for number in [0, *_open_numbers()]:
-        if number not in keep and number != null and number not in (1, 2):
+    listing = "/proc/self/fd" if os.path.exists("/proc/self/fd") else "/dev/fd"
+    for number in map(int, os.listdir(listing)):
+        if number not in keep and number not in (null, 1, 2):
             with contextlib.suppress(OSError):
                 os.dup2(null, number, inheritable=False)
     for number in (1, 2):
@@ -340,11 +298,6 @@ def _drop_inherited(keep: set[int]) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if faulthandler.is_enabled():
         faulthandler.enable(2)
-
-
-def _open_numbers() -> list[int]:
-    listing = "/proc/self/fd" if os.path.exists("/proc/self/fd") else "/dev/fd"
-    return [number for number in map(int, os.listdir(listing)) if number > 2]
 
 
 def _reset_signals() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,28 @@ def _kind(value: Any) -> str | None:
     return "float" if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
+def _places(o: int, optimizer: Optimizer) -> Iterator[_Place]:
+    """Yields the numeric entries of an optimizer's groups."""
+    for g, group in enumerate(optimizer.param_groups):
+        for name in sorted(group.keys() & optimizer.defaults.keys() - _IMPLEMENTATION):
+            value = group[name]
+            items = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+            for item, number in items:
+                if kind := _kind(number):
+                    yield _Place(o, g, name, item, kind)
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group's entries that a checkpoint may hold."""
+    entries = {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in group.items()
+        if name not in _IMPLEMENTATION
+    }
+    plain = (bool, int, float, str, tuple, type(None))
+    return {name: value for name, value in entries.items() if isinstance(value, plain)}
+
+
 class HyperParameters:
     """The numeric entries of the optimizers' groups, in a fixed order.
 
@@ -75,59 +97,23 @@ class HyperParameters:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._places = self._find()
+        self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
+        self._places = [place for o, optimizer in enumerate(optimizers) for place in _places(o, optimizer)]
         self._known = self.entries()
         self._changed = [False] * len(self._known)  # at this side, since the beginning
-        self._start = [self._plain(group) for group in self._groups()]
+        self._told = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
         self.size = 2 * len(self._optimizers) + len(self._places)
         self.digest = hashlib.sha256(repr([len(self._optimizers), *self._places]).encode()).hexdigest()[:32]
 
-    def _find(self) -> list[_Place]:
-        places: list[_Place] = []
-        for o, optimizer in enumerate(self._optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                for name in sorted(group.keys() & optimizer.defaults.keys() - _IMPLEMENTATION):
-                    value = group[name]
-                    if isinstance(value, tuple):
-                        kinds = [_kind(item) for item in value]
-                        places += [_Place(o, g, name, i, kind) for i, kind in enumerate(kinds) if kind]
-                    elif kind := _kind(value):
-                        places.append(_Place(o, g, name, None, kind))
-        return places
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @staticmethod
-    def _plain(group: dict[str, Any]) -> dict[str, Any]:
-        """A group's entries that a checkpoint may hold."""
-        plain = (bool, int, float, str, tuple, type(None))
-        entries = {name: value for name, value in group.items() if name not in _IMPLEMENTATION}
-        return {n: v.item() if _kind(v) and isinstance(v, Tensor) else v for n, v in entries.items()
-                if isinstance(v, plain) or _kind(v)}  # fmt: skip
-
     def own_entries(self) -> list[list[dict[str, Any]]]:
         """Returns, per optimizer and group, what this side's steps have changed: some optimizers count there."""
-        told = {(p.optimizer, p.group, p.name) for p in self._places}
-        changed = {
-            (place.optimizer, place.group, place.name)
-            for place, known in zip(self._places, self._known, strict=True)
-            if place.get(self._optimizers) != known
-        }
-        start = iter(self._start)
-        own: list[list[dict[str, Any]]] = []
-        for o, optimizer in enumerate(self._optimizers):
-            own.append([])
-            for g, group in enumerate(optimizer.param_groups):
-                before = next(start)
-                own[o].append(
-                    {
-                        name: value
-                        for name, value in self._plain(group).items()
-                        if (o, g, name) in changed or ((o, g, name) not in told and before.get(name, _NEW) != value)
-                    }
-                )
-        return own
+        return [
+            [
+                {name: value for name, value in _plain(group).items() if before.get(name, _NEW) != value}
+                for group, before in zip(optimizer.param_groups, told, strict=True)
+            ]
+            for optimizer, told in zip(self._optimizers, self._told, strict=True)
+        ]
 
     def entries(self) -> list[float]:
         """Returns the present values of the optimizers' groups.
@@ -135,21 +121,17 @@ class HyperParameters:
         Raises:
             ValueError: a group or an entry is gone or new.
         """
-        groups = [(p.optimizer, p.group) for p in self._places]
-        now = [
-            (o, g) for o, optimizer in enumerate(self._optimizers) for g in range(len(optimizer.param_groups))
-        ]
+        for o, (optimizer, known) in enumerate(zip(self._optimizers, self._num_groups, strict=True)):
+            if len(optimizer.param_groups) > known:
+                raise ValueError(
+                    f"optimizer {o} has got a new param_group ({len(optimizer.param_groups)} in all, {known} at the"
+                    " start). The parameter server knows the groups as configure_optimizers made them: put all"
+                    " parameters there, with requires_grad=False where they are frozen at first"
+                )
         try:
-            values = [place.get(self._optimizers) for place in self._places]
+            return [place.get(self._optimizers) for place in self._places]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"an optimizer's param_groups have changed their form: {error!r}") from error
-        if self._places and set(now) - set(groups):
-            raise ValueError(
-                f"optimizer {now[-1][0]} has got a new param_group ({len(set(now))} in all, {len(set(groups))} at the"
-                " start). The parameter server knows the groups as configure_optimizers made them: put all parameters"
-                " there, with requires_grad=False where they are frozen at first"
-            )
-        return values
 
     def write(self, numbers: Tensor, clips: Sequence[tuple[int, float]]) -> None:
         """Fills the numbers of a push (float64, ``size``) from this side's optimizers and clipping."""
@@ -168,4 +150,6 @@ class HyperParameters:
             if number != self._known[i] and not math.isnan(number):
                 place.set(self._optimizers, number)
                 self._known[i] = number
+                told = _plain(self._optimizers[place.optimizer].param_groups[place.group])
+                self._told[place.optimizer][place.group][place.name] = told[place.name]
         return [(int(numbers[2 * o]), numbers[2 * o + 1]) for o in range(len(self._optimizers))]

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.transport.base import Alive, Listener, WorkerLink
@@ -105,10 +105,11 @@ def start_server(
     area = torch.empty(layout.bytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
         view.copy_(tensor.detach())
-    index = {id(p): i for i, p in enumerate(parameters)}
-    owned = [[index[id(p)] for group in o.param_groups for p in group["params"]] for o in optimizers]
     # Made here: a forked child must not touch a device.
-    moved = [{i: _on_cpu(dict(o.state[parameters[i]])) for i in own} for o, own in zip(optimizers, owned, strict=True)]
+    moved = [
+        {p: _on_cpu(dict(o.state[p])) for group in o.param_groups for p in group["params"] if o.state.get(p)}
+        for o in optimizers
+    ]
     groups = [[_on_cpu({k: v for k, v in g.items() if k != "params"}) for g in o.param_groups] for o in optimizers]
 
     def body(ready: Any, orphaned: Any) -> None:
@@ -116,10 +117,8 @@ def start_server(
         for parameter, view in zip(parameters, views[: len(parameters)], strict=True):
             parameter.data = view
             parameter.grad = None
-        for optimizer, own, states, entries in zip(optimizers, owned, moved, groups, strict=True):
-            for i in own:
-                if states[i]:
-                    optimizer.state[parameters[i]] = states[i]
+        for optimizer, states, entries in zip(optimizers, moved, groups, strict=True):
+            optimizer.state.update(states)
             for group, moved_entries in zip(optimizer.param_groups, entries, strict=True):
                 group.update(moved_entries)
                 if group.get("capturable"):
@@ -133,8 +132,8 @@ def start_server(
         server = ParameterServer(
             layout=layout,
             area=area,
+            parameters=parameters,
             optimizers=optimizers,
-            optimizer_parameters=owned,
             listener=listener,
             coordinator=coordinator,
             divide_by=settings.divide_by,
@@ -153,7 +152,7 @@ def start_server(
             listener.close()
 
     try:
-        process = fork_server(body, keep=listener.fileno_list(), clean_up=listener.remove)
+        process = fork_server(body, keep=listener.fileno_list())
     except BaseException:
         listener.close()
         raise
@@ -199,7 +198,7 @@ def serve(
             wait_s: float | None = server.wake_s() - clock()
             if orphaned is not None:
                 alone = orphaned()  # asked in any case: it is taken for a sign of life
-                if alone and (server.deserted or server.abandoned(clock())):
+                if alone and server.abandoned(clock()):
                     return
                 wait_s = min(wait_s, look_s)
             events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))

@@ -10,33 +10,33 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any, cast
 
+from lightning_hetero.record import speed_sample
 from lightning_hetero.types import Event, SpeedSample
 
 _APART = ("stale", "federated")  # engines whose ranks do not end a step together
 _COMPARED = 3  # batches before and after a change
+_ADDED = ("samples", "compute_s", "wait_s", "work")  # of several contributions to one step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """What one rank did in one step.
+class Turn(SpeedSample):
+    """What one rank did in one step; several contributions to one step are added up.
 
     Attributes:
-        samples: that it computed on; several contributions to one step are added up.
-        compute_s, wait_s: own work, and waiting for peers, their exchange included.
         end_s: when it was over, on the run's clock.
-        work: of the samples, as the user counts it; NaN: not counted.
     """
 
-    samples: float
-    compute_s: float
-    wait_s: float
     end_s: float
-    work: float = math.nan
+
+    @property
+    def begin_s(self) -> float:
+        """When its work began, on the run's clock."""
+        return self.end_s - self.wait_s - self.compute_s
 
     @property
     def items(self) -> float:
@@ -77,10 +77,8 @@ class RunChange:
         reason: in words.
         shares: samples per rank from then on; empty where the decision is a plan.
         kind: of a controller's decision; else empty.
-        generation: of a controller's plan; -1: there is none.
         predicted_gain: part of a batch's time that was to be saved; NaN: not said.
         realised_gain: the same, measured; NaN: not known.
-        pause_s: how long training stood still for it [s].
         cancelled: why it never came into force; empty: it did.
         plan: of pipelines, plain; empty where shares are.
     """
@@ -89,10 +87,8 @@ class RunChange:
     reason: str
     shares: tuple[int, ...] = ()
     kind: str = ""
-    generation: int = -1
     predicted_gain: float = math.nan
     realised_gain: float = math.nan
-    pause_s: float = 0.0
     cancelled: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -166,13 +162,9 @@ class RecordedRun:
 
     def records_of(self, step: RunStep) -> tuple[SpeedSample, ...]:
         """Returns a step as the engines' decide code takes it, of all ranks."""
-        none = Turn(samples=0.0, compute_s=0.0, wait_s=0.0, end_s=0.0)
-        turns = [step.turns.get(rank, none) for rank in range(self.ranks)]
         return tuple(
-            SpeedSample(
-                rank=r, step=step.index, samples=round(t.samples), compute_s=t.compute_s, wait_s=t.wait_s, work=t.work
-            )
-            for r, t in enumerate(turns)
+            step.turns.get(rank) or SpeedSample(rank=rank, step=step.index, samples=0, compute_s=0.0)
+            for rank in range(self.ranks)
         )
 
     def outcomes(self) -> list[RunChange]:
@@ -181,21 +173,20 @@ class RecordedRun:
         A controller measures that while it runs. Else it is measured here in the same way: the first batches under the
         new shares against the last ones before. Batches that are not full take less, whatever was decided.
         """
-        full = [self.steps[number] for number in self.full]
-        ran, taken_s = [self.samples_of(step) for step in full], [step.step_s for step in full]
+        numbers = self.full
+        ran = [self.samples_of(self.steps[number]) for number in numbers]
+        taken_s = [self.steps[number].step_s for number in numbers]
         found: list[RunChange] = []
         for change in self.changes:
-            known = not change.shares or not math.isnan(change.realised_gain)
             begins = (
                 at
-                for at in range(1, len(full))
-                if ran[at] == change.shares != ran[at - 1] and self.full[at] >= change.step
+                for at in range(1, len(numbers))
+                if numbers[at] >= change.step and ran[at] == change.shares != ran[at - 1]
             )
-            at = None if known else next(begins, None)
-            after_s = [] if at is None else taken_s[at : at + _COMPARED]
-            if at is not None and len(after_s) == _COMPARED:
-                before_s = median(taken_s[max(0, at - _COMPARED) : at])
-                change = replace(change, realised_gain=1.0 - median(after_s) / before_s)
+            at = next(begins, len(numbers)) if change.shares and math.isnan(change.realised_gain) else len(numbers)
+            if at + _COMPARED <= len(numbers):
+                before_s, after_s = median(taken_s[max(0, at - _COMPARED) : at]), median(taken_s[at : at + _COMPARED])
+                change = replace(change, realised_gain=1.0 - after_s / before_s)
             found.append(change)
         return found
 
@@ -223,37 +214,35 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         ValueError: there is no ``run`` line among the events.
     """
     by_rank: dict[int, list[Event]] = {}
-    about: dict[str, Any] = {}
-    opened: dict[int, float] = {}
-    devices: dict[int, str] = {}
-    ranks = 0
     for event in events:
-        if event.kind == "run":
-            about = {**about, **event.data} if event.rank == 0 or not about else about
-            ranks = max(ranks, int(event.data.get("world_size") or 1))
-            opened.setdefault(event.rank, float(event.data.get("unix_s") or math.nan))
-            devices[event.rank] = ", ".join(map(str, event.data.get("names") or ()))
         by_rank.setdefault(event.rank, []).append(event)
-    if not ranks:
+    by_rank = dict(sorted(by_rank.items()))
+    lines = {rank: [event.data for event in own if event.kind == "run"] for rank, own in by_rank.items()}
+    opened = {rank: found for rank, found in lines.items() if found}
+    if not opened:
         raise ValueError("the trace has no 'run' line: give the events of read_events")
-    engine = _engine(about)
+    about = {key: value for data in opened[min(opened)] for key, value in data.items()}
+    strategy = str(about.get("strategy") or "")
+    engine = str(about.get("engine") or ("ddp" if strategy in ("DDPStrategy", "") else strategy))
     turns: dict[tuple[int, int], dict[int, Turn]] = {}
-    walls: dict[tuple[int, int], list[float]] = {}
+    walls: dict[tuple[int, int], float] = {}
     for rank, own in by_rank.items():
         for tag, turn in _turns(own).items():
             turns.setdefault(tag, {})[rank] = turn
         for event in own:
             if event.kind == "step" and "step_s" in event.data:
-                walls.setdefault((event.epoch, event.step), []).append(float(event.data["step_s"]))
+                tag = event.epoch, event.step
+                walls[tag] = max(walls.get(tag, 0.0), float(event.data["step_s"]))
     steps = [RunStep(epoch=e, index=i, turns=found) for (e, i), found in sorted(turns.items())]
     number = {(step.epoch, step.index): n for n, step in enumerate(steps)}
+    clocks = {rank: float(found[0].get("unix_s") or math.nan) for rank, found in opened.items()}
     return RecordedRun(
         name=name,
         engine=engine,
-        ranks=ranks,
-        devices=dict(sorted(devices.items())),
-        steps=tuple(_on_one_clock(steps, opened, meets=engine not in _APART)),
-        step_s=tuple(max(seconds) for _, seconds in sorted(walls.items())),
+        ranks=max(int(data.get("world_size") or 1) for found in opened.values() for data in found),
+        devices={rank: ", ".join(map(str, found[-1].get("names") or ())) for rank, found in opened.items()},
+        steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
+        step_s=tuple(seconds for _, seconds in sorted(walls.items())),
         changes=tuple(_changes(by_rank, number)),
         queues=tuple(_queues(by_rank, number)),
         counts=tuple((_number(e, number), e.data) for e in _of_kind(by_rank, "server")),
@@ -263,21 +252,16 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
     )
 
 
-def _engine(about: Mapping[str, Any]) -> str:
-    strategy = str(about.get("strategy") or "")
-    return str(about.get("engine") or ("ddp" if strategy in ("DDPStrategy", "") else strategy))
-
-
 def _of_kind(by_rank: Mapping[int, Sequence[Event]], *kinds: str) -> list[Event]:
     """Returns events of these kinds in order; what all ranks have noted alike is the lowest rank's."""
     found: dict[tuple[str, int, int, int], Event] = {}
-    for rank in sorted(by_rank):
+    for rank, events in by_rank.items():
         nth = Counter[tuple[str, int, int]]()
-        for event in by_rank[rank]:
+        for event in events:
             if event.kind in kinds:
                 tag = (event.kind, event.epoch, event.step)
                 nth[tag] += 1
-                found.setdefault((*tag, nth[tag]) if event.kind != "fault" else (*tag, -rank - 1), event)
+                found.setdefault((*tag, nth[tag] if event.kind != "fault" else -rank - 1), event)
     return sorted(found.values(), key=lambda e: (e.epoch, e.step))
 
 
@@ -287,81 +271,53 @@ def _turns(events: Sequence[Event]) -> dict[tuple[int, int], Turn]:
     found: dict[tuple[int, int], Turn] = {}
     shift_s = last_s = 0.0
     for event in events:
-        data = event.data
-        if event.kind != "step" or data.get("samples") is None or data.get("compute_s") is None:
+        sample = speed_sample(event)
+        if sample is None:
             continue
         if event.t_s + shift_s < last_s:  # another fit, whose clock begins again
-            shift_s = last_s - event.t_s + float(data["compute_s"])
+            shift_s = last_s - event.t_s + sample.compute_s
         last_s = event.t_s + shift_s
-        turn = Turn(
-            samples=float(data["samples"]),
-            compute_s=float(data["compute_s"]),
-            wait_s=float(data.get("wait_s") or 0.0),
-            end_s=last_s,
-            work=float(data.get("work") or math.nan),
-        )
-        tag = (event.epoch, event.step)
-        before = found.get(tag)
-        found[tag] = turn if before is None or not data.get("fill_in") else _added(before, turn)
+        turn, tag = Turn(**asdict(sample), end_s=last_s), (event.epoch, event.step)
+        if (before := found.get(tag)) is not None and event.data.get("fill_in"):
+            sums = {part: getattr(before, part) + getattr(turn, part) for part in _ADDED}
+            turn = replace(turn, **sums)
+        found[tag] = turn
     return found
-
-
-def _added(a: Turn, b: Turn) -> Turn:
-    return Turn(
-        samples=a.samples + b.samples,
-        compute_s=a.compute_s + b.compute_s,
-        wait_s=a.wait_s + b.wait_s,
-        end_s=b.end_s,
-        work=a.work + b.work,
-    )
 
 
 def _on_one_clock(steps: Sequence[RunStep], opened: Mapping[int, float], *, meets: bool) -> Iterable[RunStep]:
     ranks = sorted({rank for step in steps for rank in step.turns})
-    if not ranks:
-        return []
-    first = ranks[0]
     ahead: dict[int, float] = {}
     for rank in ranks:
+        first = ranks[0]
         known = opened.get(first, math.nan) - opened.get(rank, math.nan)
         both = [s.turns[rank].end_s - s.turns[first].end_s for s in steps if rank in s.turns and first in s.turns]
         ahead[rank] = median(both) if both and (meets or math.isnan(known)) else 0.0 if math.isnan(known) else known
-    begin_s = min(t.end_s - t.compute_s - t.wait_s - ahead[rank] for s in steps for rank, t in s.turns.items())
-    return [
-        replace(
-            step,
-            turns={r: replace(t, end_s=t.end_s - ahead[r] - begin_s) for r, t in sorted(step.turns.items())},
-        )
-        for step in steps
-    ]
+    begin_s = min((t.begin_s - ahead[rank] for s in steps for rank, t in s.turns.items()), default=0.0)
+    for step in steps:
+        moved = {r: replace(turn, end_s=turn.end_s - ahead[r] - begin_s) for r, turn in step.turns.items()}
+        yield replace(step, turns=moved)
 
 
 def _number(event: Event, number: Mapping[tuple[int, int], int]) -> int:
     """Returns the number of the event's step, or of the last one before it."""
     tag = (event.epoch, event.step)
-    if tag in number:
-        return number[tag]
-    return max((n for other, n in number.items() if other < tag), default=0)
+    return number[tag] if tag in number else max((n for other, n in number.items() if other < tag), default=0)
 
 
 def _changes(by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, int], int]) -> Iterable[RunChange]:
-    realised: dict[int, float] = {}
-    for event in _of_kind(by_rank, "outcome"):
-        if event.data.get("realised_gain") is not None:
-            realised[int(event.data["generation"])] = float(event.data["realised_gain"])
+    realised = {event.data["generation"]: event.data.get("realised_gain") for event in _of_kind(by_rank, "outcome")}
     for event in _of_kind(by_rank, "decision"):
         data = event.data
-        generation = int(data.get("generation", -1))
-        gain = data.get("predicted_gain")
+        gains = data.get("predicted_gain"), realised.get(data.get("generation"))
+        predicted, given = (math.nan if gain is None else float(gain) for gain in gains)
         yield RunChange(
             step=_number(event, number),
             reason=str(data.get("reason") or ""),
-            shares=tuple(int(n) for n in data.get("shares") or ()),
+            shares=tuple(map(int, data.get("shares") or ())),
             kind=str(data.get("kind") or ""),
-            generation=generation,
-            predicted_gain=math.nan if gain is None else float(gain),
-            realised_gain=realised.get(generation, math.nan),
-            pause_s=float(data.get("pause_s") or 0.0),
+            predicted_gain=predicted,
+            realised_gain=given,
             cancelled=str(data.get("cancelled") or ""),
             plan=named(data.get("plan")),
         )

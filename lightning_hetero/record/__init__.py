@@ -1,6 +1,7 @@
 """Traces on disk, written, read and replayed: a JSON line per `Event`, a file ``rank{r}.jsonl`` per rank.
 
-Layer P. Kinds and their data (readers keep kinds and keys they do not know):
+Layer P; ``run`` makes steps of all ranks on one clock of them. Kinds and their data (readers keep kinds and keys
+that they do not know):
 
     run       version (of this schema), world_size, names (of the devices this rank uses), unix_s (when it was
               opened), strategy (class), engine and what its figures are read against, e.g. policy and bound; the
@@ -166,8 +167,7 @@ def replay(events: Iterable[Event]) -> Iterator[tuple[SpeedSample, ...]]:
     """
     steps: dict[tuple[int, int], dict[int, SpeedSample]] = {}
     for event in events:
-        sample = _speed_sample(event)
-        if sample is not None:
+        if (sample := speed_sample(event)) is not None:
             steps.setdefault((event.epoch, event.step), {})[event.rank] = sample
     ranks = sorted({rank for samples in steps.values() for rank in samples})
     for _, samples in sorted(steps.items()):
@@ -175,18 +175,18 @@ def replay(events: Iterable[Event]) -> Iterator[tuple[SpeedSample, ...]]:
             yield tuple(samples[rank] for rank in ranks)
 
 
-def _speed_sample(event: Event) -> SpeedSample | None:
-    samples, compute_s = event.data.get("samples"), event.data.get("compute_s")
-    if event.kind != "step" or samples is None or compute_s is None:
+def speed_sample(event: Event) -> SpeedSample | None:
+    """Returns what a ``step`` event measured of its rank's own work; None: it is another event, or measured nothing."""
+    data = event.data
+    if event.kind != "step" or data.get("samples") is None or data.get("compute_s") is None:
         return None
-    wait_s = float(event.data.get("wait_s") or 0.0)
     return SpeedSample(
         rank=event.rank,
         step=event.step,
-        samples=int(samples),
-        compute_s=float(compute_s),
-        wait_s=wait_s,
-        work=float(event.data.get("work") or math.nan),
+        samples=int(data["samples"]),
+        compute_s=float(data["compute_s"]),
+        wait_s=float(data.get("wait_s") or 0.0),
+        work=float(data.get("work") or math.nan),
     )
 
 

@@ -11,22 +11,106 @@ and one per buffer (`CHANGE`, `VALUE`): 0 if the push has nothing for it. ``numb
 
 from __future__ import annotations
 
+import cmath
 import hashlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES, Entry
-from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
+from lightning_hetero.stale.runtime.hyper_parameters import HyperParameters
 
 CompressionName: TypeAlias = Literal["bf16", "fp16"]
+Range: TypeAlias = tuple[int, int]
+"""First byte, and the one behind the last."""
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+ALIGN_BYTES = 64
+"""A cache line, and enough for every dtype and vector unit."""
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of the buffers that hold running statistics, as torch's normalisation layers have them."""
+
+FINITE, NONFINITE = 1, 2
+"""What a push says of a gradient that is present: the worker looks, which has just had it in its cache."""
+
+CHANGE, VALUE = 1, 2
+"""What a push has of a buffer: what to add to it, or what it is to be."""
+
+
+def pool_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which gradients of ``dtype`` are summed: 16 bits in float32, others in their own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Whether a gradient on the host is finite; one reduction as a rule."""
+    total = gradient.sum(dtype=pool_dtype(gradient.dtype)).item()
+    # A sum of finite numbers may overflow, too: look closer before anybody is blamed.
+    return cmath.isfinite(total) or bool(gradient.isfinite().all())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """Name, shape and memory format of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Entry:
+        """Describes a tensor.
+
+        Raises:
+            ValueError: it is not a dense tensor with known shape.
+        """
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} has no shape yet (a lazy module); run one forward pass before training")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(f"{name!r} is a {tensor.layout} tensor; only dense parameters and buffers can be shared")
+        # torch keeps the strides of what fills its memory without gaps or overlap, in whatever order of dimensions.
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return cls(name=name, shape=tuple(tensor.shape), stride=stride, dtype=tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def statistic(self) -> bool:
+        """Whether it is a running statistic, which all contributions move."""
+        return self.name.rpartition(".")[2] in STATISTICS
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a single number. It may be a counter, so changes are added, also late ones."""
+        return self.numel == 1 and self.dtype is not torch.bool
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def view(self, data: Tensor) -> Tensor:
+        """Returns ``data`` (uint8, the entry's bytes) in the entry's dtype, shape and strides."""
+        flat = data.view(self.dtype)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    def empty(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns new CPU memory in the entry's shape and strides."""
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype or self.dtype)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Returns the elements of a tensor with the entry's strides in the order of memory, as a view (1-D)."""
+        return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
 
 
 def check_compression(name: CompressionName | None) -> None:
@@ -45,24 +129,19 @@ def _sent(entry: Entry, compression: CompressionName | None) -> Entry:
     return replace(entry, dtype=_NARROW[compression])
 
 
-def _align(offset: int) -> int:
-    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _place(sizes: Sequence[int], start: int = 0) -> tuple[tuple[tuple[int, int], ...], int]:
+def _place(sizes: Sequence[int]) -> tuple[tuple[Range, ...], int]:
     """Returns a range of bytes per size, one after the other, each aligned, and the end of all."""
-    starts = list(accumulate((_align(size) for size in sizes), initial=_align(start)))
+    starts = list(accumulate((-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes), initial=0))
     return tuple((at, at + size) for at, size in zip(starts, sizes, strict=False)), starts[-1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FlatLayout:
     """The area of all parameters and buffers, and a worker's slot for them; make it with `of`.
 
     Attributes:
         parameters, buffers: the entries, each tensor once.
         gradients: of each parameter, how its gradient is written into the slot.
-        numbers: how many hyper-parameters a push carries.
         ranges: bytes ``[start, stop)`` in the area of each parameter, then of each buffer.
         parameter_bytes: end of the parameters in the area = start of the buffers.
         bytes: size of the area.
@@ -74,43 +153,16 @@ class FlatLayout:
 
     parameters: tuple[Entry, ...]
     buffers: tuple[Entry, ...]
-    compression: CompressionName | None
-    numbers: int
-    meaning: str = ""  # digest of what the numbers mean
-    gradients: tuple[Entry, ...] = field(init=False)
-    ranges: tuple[tuple[int, int], ...] = field(init=False)
-    parameter_bytes: int = field(init=False)
-    bytes: int = field(init=False)
-    present: tuple[int, int] = field(init=False)
-    number_range: tuple[int, int] = field(init=False)
-    buffer_ranges: tuple[tuple[int, int], ...] = field(init=False)
-    gradient_ranges: tuple[tuple[int, int], ...] = field(init=False)
-    slot_bytes: int = field(init=False)
-    digest: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        sent = tuple(_sent(entry, self.compression) for entry in self.parameters)
-        first, middle = _place([entry.bytes for entry in self.parameters])
-        second, end = _place([entry.bytes for entry in self.buffers], middle)
-        (present, numbers), at = _place([len(self.parameters) + len(self.buffers), 8 * self.numbers])
-        buffers, at = _place([entry.bytes for entry in self.buffers], at)
-        gradients, at = _place([entry.bytes for entry in sent], at)
-        described = [(e.name, e.shape, e.stride, str(e.dtype)) for e in (*self.parameters, *self.buffers)]
-        text = repr((len(self.parameters), described, self.compression, self.numbers, self.meaning))
-        values = {
-            "gradients": sent,
-            "ranges": first + second,
-            "parameter_bytes": middle,
-            "bytes": max(end, ALIGN_BYTES),
-            "present": present,
-            "number_range": numbers,
-            "buffer_ranges": buffers,
-            "gradient_ranges": gradients,
-            "slot_bytes": max(at, ALIGN_BYTES),
-            "digest": hashlib.sha256(text.encode()).hexdigest()[:32],
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    gradients: tuple[Entry, ...]
+    ranges: tuple[Range, ...]
+    parameter_bytes: int
+    bytes: int
+    present: Range
+    number_range: Range
+    buffer_ranges: tuple[Range, ...]
+    gradient_ranges: tuple[Range, ...]
+    slot_bytes: int
+    digest: str
 
     @classmethod
     def of(
@@ -136,25 +188,34 @@ class FlatLayout:
         def entries(named: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:
             return tuple(Entry.of(n, t) for n, t in named if not (id(t) in seen or seen.add(id(t))))
 
-        hyper = HyperParameters(optimizers)
-        return cls(entries(parameters), entries(buffers), compression, hyper.size, hyper.digest)
+        first, second, hyper = entries(parameters), entries(buffers), HyperParameters(optimizers)
+        sent = tuple(_sent(entry, compression) for entry in first)
+        ranges, end = _place([entry.bytes for entry in (*first, *second)])
+        flags, numbers = len(first) + len(second), 8 * hyper.size
+        (present, number_range, *rest), slot_end = _place([flags, numbers, *(e.bytes for e in (*second, *sent))])
+        described = [(e.name, e.shape, e.stride, str(e.dtype)) for e in (*first, *second)]
+        text = repr((len(first), described, compression, hyper.size, hyper.digest))
+        return cls(
+            parameters=first,
+            buffers=second,
+            gradients=sent,
+            ranges=ranges,
+            parameter_bytes=ranges[len(first)][0] if second else end,
+            bytes=max(end, ALIGN_BYTES),
+            present=present,
+            number_range=number_range,
+            buffer_ranges=tuple(rest[: len(second)]),
+            gradient_ranges=tuple(rest[len(second) :]),
+            slot_bytes=max(slot_end, ALIGN_BYTES),
+            digest=hashlib.sha256(text.encode()).hexdigest()[:32],
+        )
 
     # ---- the area ---------------------------------------------------------------------------------------------
 
     def views(self, area: Tensor) -> list[Tensor]:
         """Returns parameters and buffers as views of ``area`` (uint8, ``bytes`` long, any device)."""
-        if area.dtype is not torch.uint8 or area.shape != (self.bytes,):
-            raise ValueError(
-                f"an area must be uint8 of shape ({self.bytes},), not {area.dtype} {tuple(area.shape)}"
-            )
         entries = (*self.parameters, *self.buffers)
         return [e.view(area[start:stop]) for e, (start, stop) in zip(entries, self.ranges, strict=True)]
-
-    def adopt(self, area: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Moves tensors (parameters, then buffers, as in the layout) into ``area``: values copied, ``.data`` a view."""
-        for view, tensor in zip(self.views(area), tensors, strict=True):
-            view.copy_(tensor.detach())
-            tensor.data = view
 
     # ---- the slot ---------------------------------------------------------------------------------------------
 

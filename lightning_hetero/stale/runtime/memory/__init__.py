@@ -1,1 +1,0 @@
-"""How parameters, gradients and settings lie in shared bytes (layer T)."""

@@ -1,0 +1,194 @@
+"""Takes in claims and pushes, and carries out what the coordinator decides on them (layer T).
+
+    Accepted            a slot is added to the pool
+    Updated             the pool becomes an update, and is published
+    Assigned, Passed     a claim is answered
+    Refused, Reissued   are counted
+
+In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
+a tick has a pool of its own, applied when the tick's samples, or all live workers, are in it, and at the latest with
+the tick's update. Who pushed waits until it is applied at a barrier, and wherever the policy may wait if further steps
+of the batch follow, which build on it; else it goes on at once (asynchronous policies apply every push at once). What
+comes after its sub-step was applied counts in the next tick's; where that would exceed the bound, or there is no next
+tick, it is applied at once, worth its samples.
+
+Each sub-step counts once for a sample, also if its worker's last push is refused and the sample is issued again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.effects import (
+    Accepted,
+    Assigned,
+    Effect,
+    Passed,
+    Refused,
+    Reissued,
+    Updated,
+)
+from lightning_hetero.stale.decide.policy import Asynchronous
+from lightning_hetero.stale.decide.report import Counts
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
+from lightning_hetero.stale.runtime.serve.answers import Answers
+from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.stale.runtime.serve.update import Updater, bits
+from lightning_hetero.transport.base import Listener, Request, Say
+from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+
+
+class NonFiniteError(ArithmeticError):
+    """A gradient has NaN or Inf, and the rule is to stop; the message names worker, place and parameter."""
+
+
+class Pushed(NamedTuple):
+    """A push: the message, its gradients, and the version they were computed with."""
+
+    request: Request
+    slot: Tensor
+    base: int
+
+
+class Pushes:
+    """See the module.
+
+    Args:
+        listener: has the slots.
+        updater: knows optimizers and parameters.
+        coordinator: decides.
+        batch: the sums of gradients.
+        answers: which workers wait for what.
+        epochs: keep what each tick did.
+        live_workers: told of what is left out.
+        counts: where all is counted.
+        stop: a gradient with NaN or Inf ends the run; else its samples are left out.
+    """
+
+    def __init__(
+        self, *, listener: Listener, updater: Updater, coordinator: Coordinator, batch: OpenBatch, answers: Answers,
+        epochs: AnnouncedEpochs, live_workers: LiveWorkers, counts: Counts, stop: bool,
+    ) -> None:  # fmt: skip
+        self._listener, self._updater, self._coordinator = listener, updater, coordinator
+        self._batch, self._answers, self._epochs = batch, answers, epochs
+        self._live_workers, self._counts, self._stop = live_workers, counts, stop
+
+    def carry_out(self, effects: Sequence[Effect], now: float, pushed: Pushed | None = None) -> None:
+        """Carries out what the coordinator decided.
+
+        Args:
+            effects: in order.
+            now: time [s].
+            pushed: what caused them, if a push did.
+        """
+        answers, counts = self._answers, self._counts
+        for effect in effects:
+            if isinstance(effect, Assigned):
+                answers.granted(effect, now)
+            elif isinstance(effect, Passed):
+                answers.passed(effect, now)
+            elif isinstance(effect, Accepted):
+                assert pushed is not None
+                counts.accepted(effect.rank, effect.samples, effect.staleness, pushed.request.compute_s)
+                self._batch.accept(effect, pushed.request, pushed.slot, pushed.base)
+            elif isinstance(effect, Updated):
+                if (word := self._batch.update(effect)) is not None:
+                    self._epochs.tick_over(word)
+                answers.publish()
+                answers.resume(list(answers.paused))  # all that was left of sub-steps was applied
+            elif isinstance(effect, Refused):
+                counts.discarded[effect.reason] += effect.samples
+                if effect.reason != "nonfinite":  # these samples are nobody else's
+                    answers.wasted(effect.rank)
+            else:
+                assert isinstance(effect, Reissued)
+                counts.reissued[effect.reason] += effect.samples
+
+    def claim(self, rank: int, request: Request, now: float) -> None:
+        """A worker asks for work."""
+        self._answers.claims[rank] = (request, now)
+        self.carry_out(self._coordinator.claim(rank, request.tick, now), now)
+        self.settle()
+
+    def push(self, rank: int, push: Request, now: float) -> None:
+        """A worker has pushed gradients; with the last push of a batch it claims at once.
+
+        Raises:
+            NonFiniteError: they are not finite, and the rule is to stop.
+            TornSlotError: the slot is not whole.
+            ValueError: no worker can mean this push.
+        """
+        self._check(push)
+        slot = self._listener.gradient(rank, push.slot)
+        if push.flags & PushFlag.FINAL:
+            self._last_push(rank, push, slot, now)
+            self.claim(rank, push, now)
+        else:
+            self._substep(rank, push, slot)
+
+    def settle(self) -> None:
+        """Applies the sub-steps that are complete."""
+        answers = self._answers
+        for k in self._batch.apply_complete(answers.claims.keys()):  # who claims pushes nothing more in this tick
+            answers.publish()
+            answers.resume([rank for rank, substep in answers.paused.items() if substep == k])
+
+    def _last_push(self, rank: int, push: Request, slot: Tensor, now: float) -> None:
+        coordinator = self._coordinator
+        lease = coordinator.assignment(rank, push.lease)
+        finite = lease is None or self._finite(rank, push, slot)
+        if push.tick == coordinator.global_step:
+            self._batch.announce(push, slot)
+        effects = coordinator.push(rank, push.lease, now, global_step=push.tick, samples=push.samples, finite=finite)
+        self.carry_out(effects, now, None if lease is None else Pushed(push, slot, lease.base))
+
+    def _substep(self, rank: int, push: Request, slot: Tensor) -> None:
+        coordinator, batch, answers = self._coordinator, self._batch, self._answers
+        lease = coordinator.assignment(rank, push.lease)
+        if lease is None or lease.void or not coordinator.within_bound(lease.base):
+            answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
+            return
+        finite = self._finite(rank, push, slot)
+        # False: the sub-step counts for these samples already.
+        counts, policy = coordinator.substep(lease, push.substep, push.samples), coordinator.policy
+        batch.add_substep(rank, push, slot, lease.base, finite=finite, counts=counts)
+        waits = policy.holds == "barrier" or (policy.holds == "grace" and push.flags & PushFlag.MORE)
+        if counts and (isinstance(policy, Asynchronous) or not batch.may_wait(push.substep, lease.base)):
+            batch.apply_at_once(push)
+            answers.publish()
+            answers.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
+        elif waits and batch.is_open(push):
+            answers.paused[rank] = push.substep
+        else:
+            answers.answer(rank, Say.APPLIED)
+        self.settle()
+
+    # ---- what is pushed ---------------------------------------------------------------------------------------
+
+    def _check(self, push: Request) -> None:
+        """Raises ValueError for a push that no worker can mean."""
+        optimizers = len(self._updater.optimizers)
+        if (push.steps | push.zeroes) >> optimizers:
+            raise ValueError(f"optimizers {list(bits(push.steps | push.zeroes))} of {optimizers}")
+        if not (math.isfinite(push.weight) and push.weight >= 0.0):
+            raise ValueError(f"weight={push.weight!r} must be a finite number >= 0")
+        if push.samples < 1:
+            raise ValueError(f"samples={push.samples} must be at least 1; a dummy batch is not pushed")
+
+    def _finite(self, rank: int, push: Request, slot: Tensor) -> bool:
+        """Returns whether the gradients are finite; if not, everybody is told, or the run ends."""
+        name = None if push.flags & PushFlag.OVERFLOW else self._updater.nonfinite(slot)
+        if name is None:
+            return True
+        where = f"worker {rank} has a gradient with NaN or Inf in epoch {push.epoch}, batch {push.tick}: {name!r}"
+        if self._stop:
+            raise NonFiniteError(
+                f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out"
+            )
+        self._live_workers.notify(f"{where}; its {push.samples} samples are left out")
+        return False
