@@ -154,7 +154,7 @@ class Reply(_Message):
     Attributes:
         kind: what it is.
         version: of the parameters; with a grant, the one to compute with.
-        micro: of a grant, see `Granted` in `stale.decide.effects`; ``numbers`` are its spans, ``flags`` are what
+        micro: of a grant, see `Assigned` in `stale.decide.effects`; ``numbers`` are its spans, ``flags`` are what
             `Worker.wants_return` looks at.
         hint_start, hint_end: positions worth fetching ahead.
         generation: number of membership changes so far.

@@ -382,7 +382,7 @@ class Script:
                 self.now_s = max(self.now_s, wake_s)
                 server.wake(self.now_s)
             else:
-                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.tick}")
+                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.global_step}")
             for rank, reply in sorted(self.replies.items()):
                 del self.replies[rank]
                 self._resume(rank, reply, queue)

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.fit.session import Session, StaleSettings
 from lightning_hetero.stale.runtime.messages import Met
 from lightning_hetero.transport.groups import (
