@@ -19,8 +19,7 @@ from typing import Any
 from benchmarks.narx.series import RELATED, SERIES, Step, series
 from benchmarks.report import write_results
 from lightning_hetero import BalancePolicy
-from lightning_hetero.balanced.decide.controller import ShareController, shares_digest
-from lightning_hetero.balanced.decide.rows import Row
+from lightning_hetero.balanced.decide.controller import Row, ShareController, shares_digest
 from lightning_hetero.predictors import Ewma, Kalman, LastValue, Narx, Predictor
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.solvers import minimax

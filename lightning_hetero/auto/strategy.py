@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -145,7 +146,8 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
         module = trainer.lightning_module
         with isolate_rng():  # what is drawn from here on is what it would be without a warm-up
             refused = self._refused(module)
-            self.choice = self._choice(trainer, module, refused)
+            with closing(SideChannel(gloo_group(self.timeout))) as channel:
+                self.choice = self._choice(trainer, module, refused, channel)
             (rank_zero_warn if self.choice.failed else rank_zero_info)(self.choice.line)
             engine = self._made(self.choice.engine, self._given)
             if self.choice.engine == "pipeline":  # which moves what each rank holds by itself
@@ -173,14 +175,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
                 refused[name] = str(error)
         return refused
 
-    def _choice(self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str]) -> Choice:
-        channel = SideChannel(gloo_group(self.timeout))
-        try:
-            return self._chosen_for(trainer, module, refused, channel)
-        finally:
-            channel.close()
-
-    def _chosen_for(
+    def _choice(
         self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str], channel: SideChannel
     ) -> Choice:
         loader: Any = compat.train_source(trainer)

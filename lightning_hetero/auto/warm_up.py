@@ -26,8 +26,8 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
-from lightning_hetero.pipeline.fit.plan.planning import carried_by
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
+from lightning_hetero.pipeline.fit.planning import carried_by
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided

@@ -14,18 +14,19 @@ below, and the module's ``training_step``, by what computes it in pieces where m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.loaders import BatchSettings
+from lightning_hetero.balanced.fit.loaders import BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
-from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
+from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
@@ -39,9 +40,6 @@ from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
@@ -105,10 +103,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
         check_counts(exchange_every=exchange_every)
-        if quantum != "auto":
-            if isinstance(quantum, str):
-                raise ValueError(f"quantum={quantum!r} must be a whole number >= 1, or 'auto'")
-            check_counts(quantum=quantum)
+        check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)
         check_sample_costs(sample_costs)
         check_choice("stream", stream, (None, "infinite", "shared"))
@@ -118,34 +113,20 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         self._closure_loss: Tensor | None = None  # until its backward pass
         self._warned_of_gathering = False
         self.settings = BalanceSettings(
-            policy=self.policy,
-            rebalance=rebalance,
-            batches=BatchSettings(
-                bounds=ShareBounds(lower=min_samples, upper=max_samples),
-                quantum=quantum,
-                stream=stream,
-                exchange_every=exchange_every,
-                sample_costs=sample_costs,
-            ),
-            batch_cost=batch_cost,
-            ddp_arguments=self.ddp_arguments,
-        )
+            policy=self.policy, rebalance=rebalance, batch_cost=batch_cost,
+            bounds=ShareBounds(lower=min_samples, upper=max_samples), quantum=quantum, stream=stream,
+            exchange_every=exchange_every, sample_costs=sample_costs,
+        )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
         if self.world_size > 1:
-            self.settings.batches.bounds.check_ranks(self.world_size)
+            self.settings.bounds.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
-        run = BalancedRun(
-            trainer,
-            self.shared,
-            self.settings,
-            timeout=self.timeout,
-            device=self.root_device,
-        )
+        run = BalancedRun(trainer, self, self.settings)
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._weighted_backward))
         return run
 
@@ -155,16 +136,15 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             self._run.attach(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        upper = self.settings.batches.bounds.upper
+        upper = self.settings.bounds.upper
         return {} if upper is None else {"max_samples": upper}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        run = self._run
+        run, move = self._run, super().batch_to_device
         if run is None or not run.trainer.training:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        move = super().batch_to_device
+            return move(batch, device, dataloader_idx)
         return run.transfer(batch, lambda host: move(host, device, dataloader_idx))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,11 +252,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         if self._one_device is not None:
             return BatchRebalancer(self.policy, enabled=False)
         return self._run.rebalancer if self._run is not None else None
-
-    @property
-    def policy_in_use(self) -> BalancePolicy:
-        """The policy that decides: a `BatchRebalancer`'s own, else the strategy's."""
-        return self._run.policy if self._run is not None else self.policy
 
 
 def _chosen_policy(

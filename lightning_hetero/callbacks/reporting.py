@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.pytorch import Trainer
 
 from lightning_hetero.cluster.score import waiting
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat import trainer_callbacks
 from lightning_hetero.types import Event, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class EventSource:

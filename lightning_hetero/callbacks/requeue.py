@@ -60,9 +60,6 @@ class _Requeue:
     def _owe(self, number: int) -> None:
         """Answers the signal at the end of the batch."""
         self._due.append(number)
-        self._enter()
-
-    def _enter(self) -> None:
         if self._ends not in self._callbacks:
             self._callbacks.append(self._ends)
 

@@ -6,10 +6,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -29,9 +30,6 @@ from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.types import Event, SpeedSample, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 _OFTEN = 50  # steps between two looks for stragglers under stock DDP, where nothing is logged
 _SELDOM = 5  # and at least so many where all is logged: to send something costs as much as some hooks
@@ -72,26 +70,21 @@ class StragglerMonitor(Callback, EventSource):
     """
 
     def __init__(
-        self,
-        *,
-        every_n_steps: int | None = None,
-        prog_bar: bool = True,
-        most_ranks: int = 16,
+        self, *, every_n_steps: int | None = None, prog_bar: bool = True, most_ranks: int = 16,
         batch_cost: BatchCost | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
         check_batch_cost(batch_cost)
-        self.every_n_steps = every_n_steps
-        self.prog_bar = prog_bar
-        self.most_ranks = most_ranks
-        self.batch_cost = batch_cost
+        self.every_n_steps, self.prog_bar = every_n_steps, prog_bar
+        self.most_ranks, self.batch_cost = most_ranks, batch_cost
         self._strategy: Reporting | None = None  # of the running fit, where this rank reports it
         self._due = False  # in this batch, or in the next that this rank trains on
         self._own: _OwnTiming | None = None
         self._test = StragglerTest(0)
         self._named: set[int] = set()  # ranks that a line has told of
-        self._told: _Told | None = None
+        # Steps that the ranks have told one another of: epoch, numbers, and [work, seconds] once the work is done.
+        self._told: tuple[int, range, list[Tensor], Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, self._due = reporting_of(trainer), False
@@ -116,7 +109,9 @@ class StragglerMonitor(Callback, EventSource):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
-            self._own.backward_returned(more=not pl_module.automatic_optimization)
+            self._own.probe.exchanged()
+            if not pl_module.automatic_optimization:
+                self._own.probe.resume()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -140,26 +135,25 @@ class StragglerMonitor(Callback, EventSource):
         if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):
             epoch, rows = own.epoch, own.take_steps(steps).to(trainer.strategy.root_device)
             everyone = [torch.empty_like(rows) for _ in range(trainer.world_size)]
-            self._told = _Told(epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True))
+            self._told = epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True)
 
     def _compare_told(self, trainer: Trainer) -> None:
         told, self._told = self._told, None
         if told is None:
             return
-        told.work.wait()
+        epoch, steps, everyone, gathering = told
+        gathering.wait()
         if not trainer.is_global_zero:
             return
-        everyone = [rows.tolist() for rows in told.everyone]
         waited: list[float] = []
-        for i, step in enumerate(told.steps):
+        for step, ranks in zip(steps, torch.stack(everyone, 1).tolist(), strict=True):
             records = tuple(
-                SpeedSample(rank=r, step=step, samples=1, compute_s=rows[i][1], work=rows[i][0])
-                for r, rows in enumerate(everyone)
+                SpeedSample(rank=r, step=step, samples=1, compute_s=s, work=work) for r, (work, s) in enumerate(ranks)
             )
-            self._compare([StepReport(epoch=told.epoch, step=step, records=records, predicted_s=())])
+            self._compare([StepReport(epoch=epoch, step=step, records=records, predicted_s=())])
             waited.append(waiting(records))
-        if self.prog_bar and (known := [part for part in waited if not math.isnan(part)]):
-            compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(known) / len(known):.0f}%")
+        if self.prog_bar and (parts := [part for part in waited if not math.isnan(part)]):
+            compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(parts) / len(parts):.0f}%")
 
     def _compare(self, reports: Sequence[StepReport]) -> None:
         """Names ranks that have become slow."""
@@ -187,18 +181,16 @@ class StragglerMonitor(Callback, EventSource):
         self._compare_own(trainer, self._own)
         self._compare_told(trainer)
         sums = self._own.take_sums().to(trainer.strategy.root_device)
-        everyone = [sums]
+        everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)] if trainer.world_size > 1 else [sums]
         if trainer.world_size > 1:
-            everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)]
             dist.all_gather(everyone, sums)
         rows = torch.stack(everyone).cpu()
         if (rows[:, 0] > 0).all():
             self._own.fit_rows += rows
             means = _means(rows)
             self._show_on_bar(trainer, means, waiting(means))
-            values = self._values(means, [])
             # Lightning's own step of the epoch's values: the last batch's.
-            self._show(trainer, values, step=compat.logging_step(trainer) - 1)
+            self._show(trainer, self._values(means, []), step=compat.logging_step(trainer) - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
@@ -231,10 +223,9 @@ class StragglerMonitor(Callback, EventSource):
         return bool(values)
 
     def _values(self, records: Sequence[SpeedSample], predicted_s: Sequence[float]) -> dict[str, float]:
-        compute_s = [r.compute_s for r in records]
         columns = {
             "share": [float(r.samples) for r in records],
-            "compute_s": compute_s,
+            "compute_s": [r.compute_s for r in records],
             "wait_s": [r.wait_s for r in records],
             "predicted_s": list(predicted_s),
             "score": straggler_scores(records),
@@ -242,19 +233,15 @@ class StragglerMonitor(Callback, EventSource):
         }
         values: dict[str, float] = {}
         for name, column in columns.items():
-            known = [v for v in column if not math.isnan(v)]
-            if not known:
-                continue
-            if len(column) <= self.most_ranks:
-                values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(column)}
-            values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
-        unevenness = imbalance(compute_s)
+            if known := [v for v in column if not math.isnan(v)]:
+                ranks = column if len(column) <= self.most_ranks else ()
+                values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(ranks)}
+                values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
+        unevenness = imbalance(columns["compute_s"])
         return values if math.isnan(unevenness) else {**values, "hetero/imbalance": unevenness}
 
     def _show(self, trainer: Trainer, values: dict[str, float], *, step: int) -> None:
-        if not (values and trainer.is_global_zero):
-            return
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=step)
 
     def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], waited: float) -> None:
@@ -264,29 +251,14 @@ class StragglerMonitor(Callback, EventSource):
         compat.show_on_progress_bar(trainer, "wait", f"{100.0 * waited:.0f}%")
 
 
-class _Told(NamedTuple):
-    """Steps that the ranks have told one another of, and what is told, once the work is done: [work, seconds]."""
-
-    epoch: int
-    steps: range
-    everyone: list[Tensor]
-    work: Any
-
-
 def _means(rows: Tensor) -> list[SpeedSample]:
     """Returns a step of each rank, from its sums, see `_OwnTiming.take_sums`; nothing without steps."""
     if not (rows[:, 0] > 0).all():
         return []
+    means = (rows / rows[:, :1]).tolist()
     return [
-        SpeedSample(
-            rank=r,
-            step=0,
-            samples=round(samples / steps),
-            compute_s=compute_s / steps,
-            wait_s=wait_s / steps,
-            work=work / steps,
-        )
-        for r, (steps, samples, work, compute_s, wait_s) in enumerate(rows[:, :5].tolist())
+        SpeedSample(rank=r, step=0, samples=round(samples), compute_s=compute_s, wait_s=wait_s, work=work)
+        for r, (_, samples, work, compute_s, wait_s, _) in enumerate(means)
     ]
 
 
@@ -338,11 +310,6 @@ class _OwnTiming:
         self._from = steps.stop
         rows = [self._steps.pop(step, (0.0, 0.0)) for step in steps]
         return torch.tensor(rows, dtype=torch.float64)
-
-    def backward_returned(self, *, more: bool) -> None:
-        self.probe.exchanged()
-        if more:
-            self.probe.resume()
 
     def close(self) -> None:
         self.probe.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -15,6 +16,7 @@ from lightning_hetero.callbacks.reporting import reporting_of
 from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
+from lightning_hetero.lightning_compat.patches import patched
 
 
 class ThrottleCallback(Callback):
@@ -49,15 +51,10 @@ class ThrottleCallback(Callback):
     """
 
     def __init__(
-        self,
-        scenario: Scenario,
-        *,
-        samples: Callable[[Any], int] | None = None,
-        backward_per_forward: float = 2.0,
-        step_every_s: float | None = None,
-        throttle: Callable[..., Throttle] = Throttle,
+        self, scenario: Scenario, *, samples: Callable[[Any], int] | None = None, backward_per_forward: float = 2.0,
+        step_every_s: float | None = None, throttle: Callable[..., Throttle] = Throttle,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(scenario, Scenario):
             raise TypeError(f"scenario={scenario!r} must be a Scenario, e.g. Scenario(speeds=[1.0, 0.5])")
         if not backward_per_forward >= 0.0:
@@ -74,7 +71,7 @@ class ThrottleCallback(Callback):
         self._throttle: Throttle | None = None  # made in fit: the callback is pickled before
         self._taken_over = False
         self._hooks: list[Any] = []
-        self._undo_cap: Callable[[], None] | None = None
+        self._undo = ExitStack()
         self._batch: Any = None  # that runs, and its samples
         self._counted = 0
 
@@ -89,14 +86,15 @@ class ThrottleCallback(Callback):
         self._taken_over = reporting is not None and reporting.emulate(self.scenario)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._throttle = self._make_throttle(
-            self.scenario, trainer.global_rank, backward_per_forward=self._backward_per_forward
-        )
-        if not self._taken_over and self.scenario.mem_cap(trainer.global_rank) is not None:
-            self._undo_cap = self._cap_memory(trainer, pl_module, self._throttle)
+        rank, ratio = trainer.global_rank, self._backward_per_forward
+        self._throttle = throttle = self._make_throttle(self.scenario, rank, backward_per_forward=ratio)
+        if not self._taken_over and self.scenario.mem_cap(rank) is not None:
+            self._undo.enter_context(self._memory_capped(trainer, pl_module, throttle))
 
-    def _cap_memory(self, trainer: Trainer, module: LightningModule, throttle: Throttle) -> Callable[[], None]:
-        """Lets ``training_step`` run out of the emulated memory, where a device would, too; returns undo."""
+    def _memory_capped(
+        self, trainer: Trainer, module: LightningModule, throttle: Throttle
+    ) -> AbstractContextManager[None]:
+        """Inside, ``training_step`` runs out of the emulated memory, where a device would, too."""
         original = module.training_step
 
         @functools.wraps(original)  # Lightning looks at the signature
@@ -107,16 +105,7 @@ class ThrottleCallback(Callback):
             throttle.hold(self._counted if whole else count_samples(trainer, batch, self._samples, whole=False))
             return original(*args, **kwargs)
 
-        own = vars(module)
-        before = own.get("training_step")
-        own["training_step"] = training_step
-
-        def undo() -> None:
-            own.pop("training_step", None)
-            if before is not None:
-                own["training_step"] = before
-
-        return undo
+        return patched(module, "training_step", training_step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._scenario_step = scenario_steps(self.step_every_s, self._clock)
@@ -131,12 +120,9 @@ class ThrottleCallback(Callback):
             self._hooks.append(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()))
         for parameter in pl_module.parameters():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(lambda _: throttle.gradient_came())
-                self._hooks.append(hook)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: throttle.gradient_came()))
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._throttle is None:
             return
         counts = self._throttle.counts_samples and not self._taken_over
@@ -146,9 +132,7 @@ class ThrottleCallback(Callback):
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._throttle.begin(self._scenario_step(step), samples)
 
-    def on_extra_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_extra_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Called by a strategy that trains a further batch within the same step of the loop."""
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -174,9 +158,7 @@ class ThrottleCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unhook()
         self._throttle, self._scenario_step, self._batch = None, int, None
-        undo, self._undo_cap = self._undo_cap, None
-        if undo is not None:
-            undo()
+        self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown then."""

@@ -36,9 +36,7 @@ class HeteroTrace(Callback):
 
     def __init__(self, dirpath: str | None = None, *, every_n_steps: int = 1) -> None:
         if isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(
-                f"every_n_steps={every_n_steps!r} must be a whole number >= 1 (1 writes every step)"
-            )
+            raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number >= 1 (1 writes every step)")
         self.dirpath = None if dirpath is None else _local(dirpath)
         self.every_n_steps = every_n_steps
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
@@ -56,17 +54,12 @@ class HeteroTrace(Callback):
         self._source = event_source(trainer)
         self._rank = trainer.global_rank
         self._opened_s = time.perf_counter()
-        name = f"{platform.node()} {trainer.strategy.root_device}"
-        path = trace_path(dirpath, self._rank)
-        reporting = reporting_of(trainer)
+        names, reporting = [f"{platform.node()} {trainer.strategy.root_device}"], reporting_of(trainer)
         about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
-        self._writer = EventWriter(
-            path, rank=self._rank, world_size=trainer.world_size, names=[name], about={**about, "unix_s": time.time()}
-        )
+        about["unix_s"], path, world = time.time(), trace_path(dirpath, self._rank), trainer.world_size
+        self._writer = EventWriter(path, rank=self._rank, world_size=world, names=names, about=about)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch_began_s = time.perf_counter()
 
     def on_train_batch_end(
@@ -84,9 +77,7 @@ class HeteroTrace(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._writer is None:
             return
-        with contextlib.suppress(
-            Exception
-        ):  # the strategy may be what broke; its error must not hide the first one
+        with contextlib.suppress(Exception):  # the strategy may be what broke; its error must not hide the first one
             self._drain()
         data = {"error": f"{type(exception).__name__}: {exception}"}
         self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)

@@ -30,7 +30,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.cli.loading import before_first_batch, load_data, load_module, quiet_trainer
 from lightning_hetero.cli.ranks import as_rank, on_ranks
 from lightning_hetero.doctor.facts import Parity
-from lightning_hetero.pipeline.fit.plan.planning import tied_spans
+from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers
 
 ENGINES = ("ddp", "balanced", "stale", "pipeline")

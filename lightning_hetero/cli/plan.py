@@ -24,7 +24,7 @@ from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cli.report import read_run
 from lightning_hetero.cli.summary import format_table
 from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
-from lightning_hetero.pipeline.fit.plan.planning import read_cluster
+from lightning_hetero.pipeline.fit.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, check_engines, plan

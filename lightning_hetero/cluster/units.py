@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -156,45 +155,29 @@ def describe_cluster(cluster: Cluster, *, most: int = 12) -> str:
     """
     n = len(cluster.devices)
     rows = [("rank", "device", "speed", "memory")]
-    rows += [
-        (f"{rank:4d}", d.name, f"{d.speed:.3g}", bytes_text(d.mem_bytes)) for rank, d in enumerate(cluster.devices)
-    ]
+    rows += [(f"{at:4d}", d.name, f"{d.speed:.3g}", bytes_text(d.mem_bytes)) for at, d in enumerate(cluster.devices)]
     lines = _aligned(rows)
-    between = [cluster.links[a][b] for a in range(n) for b in range(n) if a != b]
-    kinds = Counter(between)
-    if not between:
-        return "\n".join(lines)
-    if len(kinds) == 1:
-        return "\n".join([*lines, f"links: {_link_text(between[0])} between any two"])
-    if n <= most:
-        for title, text in (("bandwidth", _bandwidth_text), ("latency", _latency_text)):
-            head = ("", *map(str, range(n)))
-            body = [
-                (str(a), *("-" if a == b else text(cluster.links[a][b]) for b in range(n))) for a in range(n)
-            ]
-            lines += [f"{title}, from row to column", *_aligned([head, *body])]
-    elif len(kinds) <= most:
-        counted = sorted(kinds.items(), key=lambda item: (-item[1], item[0].latency_s))
-        lines += [f"links: {count} of {_link_text(link)}" for link, count in counted]
-    else:
-        rates = [link.bandwidth_bytes_per_s for link in between]
-        waits = [link.latency_s for link in between]
-        for title, values, text in (("bandwidth", rates, rate_text), ("latency", waits, seconds_text)):
-            low, middle, high = text(min(values)), text(median(values)), text(max(values))
-            lines.append(f"{title} of {len(between)} links: {low} to {high}, median {middle}")
+    between = {(a, b): cluster.links[a][b] for a in range(n) for b in range(n) if a != b}
+    alike = len(set(between.values())) == 1
+    if alike:
+        link = cluster.links[0][1]
+        rate, wait = rate_text(link.bandwidth_bytes_per_s), seconds_text(link.latency_s)
+        lines.append(f"links: {rate}, {wait} between any two")
+    for title, part, text in _PARTS if between and not alike else ():
+        values = {pair: part(link) for pair, link in between.items()}
+        if n <= most:
+            cells = [[str(a), *(text(values[a, b]) if a != b else "-" for b in range(n))] for a in range(n)]
+            lines += [f"{title}, from row to column", *_aligned([["", *map(str, range(n))], *cells])]
+        else:
+            low, middle, high = map(text, (min(values.values()), median(values.values()), max(values.values())))
+            lines.append(f"{title} of {len(values)} links: {low} to {high}, median {middle}")
     return "\n".join(lines)
 
 
-def _bandwidth_text(link: Link) -> str:
-    return rate_text(link.bandwidth_bytes_per_s)
-
-
-def _latency_text(link: Link) -> str:
-    return seconds_text(link.latency_s)
-
-
-def _link_text(link: Link) -> str:
-    return f"{_bandwidth_text(link)}, {_latency_text(link)}"
+_PARTS: tuple[tuple[str, Callable[[Link], float], Callable[[float], str]], ...] = (
+    ("bandwidth", lambda link: link.bandwidth_bytes_per_s, rate_text),
+    ("latency", lambda link: link.latency_s, seconds_text),
+)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

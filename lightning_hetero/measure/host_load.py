@@ -61,11 +61,10 @@ class HostLoad:
 
     Args:
         read: the counters; injectable for tests.
-        clock: steady [s]; injectable for tests.
     """
 
-    def __init__(self, read: Callable[[], Reading] = read_host, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._read, self._clock = read, clock
+    def __init__(self, read: Callable[[], Reading] = read_host) -> None:
+        self._read = read
         self._last = read()
         self._free = (math.nan, self._last.free_mem)
 
@@ -75,7 +74,7 @@ class HostLoad:
         Asked again within 50 ms, it answers the same: systems count in steps of 10 ms.
         """
         last = self._last
-        if self._clock() - last.at_s < _LEAST_S:
+        if time.perf_counter() - last.at_s < _LEAST_S:
             return self._free
         self._last = now = self._read()
         total_s = now.total_s - last.total_s

@@ -1,6 +1,6 @@
 """`HeteroPipelineStrategy`: pipelines of unequal stages, unequal data across them, an unchanged module (layer L).
 
-    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/plan, fit/place]
+    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/planning, fit/place]
     a batch:  training_step on each group's leader, suspended at the backbone; layers on all ranks
               [fit/training -> runtime/execute], gradients across groups [runtime/ownership]
     anywhere: whole-model checkpoints with stock keys, streamed          [fit/checkpoints]
@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -32,17 +31,13 @@ from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
-from lightning_hetero.pipeline.fit.plan.planning import (
+from lightning_hetero.pipeline.fit.planning import (
     CannotDivideError,
-    PipelineSettings,
+    Planner,
     PlanResult,
-    PlanSettings,
     carried_by,
-    evaluation_plan,
-    make_plan,
     read_cluster,
 )
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
     layers_alike,
@@ -51,8 +46,10 @@ from lightning_hetero.pipeline.fit.refusals import (
     refuse_optimizers,
     warn_undivided,
 )
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.fit.wires import PipelineSettings, PlanSettings
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
@@ -142,7 +139,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self.stream: Literal["shared"] | None = stream
         self._planned: PlanResult | None = None  # made when a run began, or in force when it ended
         self._planned_for: tuple[object, int | None] = None, None  # model and global batch
-        self._accumulates = False
         self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
@@ -184,7 +180,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             refuse_module(module)
             self.check_module(module)
         self.model = self.precision_plugin.convert_module(module)
-        backbone = self._layers_of(module)
+        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
+        backbone = find_layers(module, self.backbone, needed=given)
         if run.fitting:
             self.setup_optimizers(trainer)
             refuse_no_optimizer(self.optimizers)
@@ -196,20 +193,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
         self._replans = run.replans
-        moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
         if checked := run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
-        place = run.install(planned, backbone, self.optimizers, to_device=moves)
+        place = run.install(planned, backbone, self.optimizers, to_device=self._moved)
         if checked:
             run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
         if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
-
-    def _layers_of(self, module: LightningModule) -> Backbone:
-        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
-        return find_layers(module, self.backbone, needed=given)
 
     @property
     def is_global_zero(self) -> bool:
@@ -219,6 +211,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def configure_ddp(self) -> None:
         """No wrapper, also on one device: parameters that a loss does not use need no flag there either."""
 
+    def _moved(self, batch: Any) -> Any:
+        """Returns a batch on this rank's device, with all hooks of the user."""
+        assert self._run is not None
+        return compat.batch_to_device(self._run.trainer, batch, super().batch_to_device)
+
     def _plan(self, run: PipelineRun, backbone: Backbone) -> PlanResult:
         """Returns the plan of an earlier run if it holds, else a new one."""
         loader: Any = compat.train_source(run.trainer) if run.fitting else None
@@ -227,29 +224,20 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         known_model, known_total = self._planned_for
         if self._planned is not None and known_model == model and total in (None, known_total):
             return self._planned
+        step = Rehearsal(
+            module=run.module,
+            backbone=backbone,
+            found=self.backbone is None,
+            device=self.root_device,
+            loader=loader,
+            optimizers=self.optimizers,
+            to_device=self._moved,
+            context=self.precision_plugin.train_step_context,
+        )
+        scenario = run.scenario if run.fitting else None
         carried = carried_by(self)
-        if total is None:
-            device = self.root_device
-            planned = evaluation_plan(run.module, backbone, self.plan_settings, run.channel, device, carried)
-        else:
-            step = Rehearsal(
-                module=run.module,
-                backbone=backbone,
-                found=self.backbone is None,
-                device=self.root_device,
-                loader=loader,
-                optimizers=self.optimizers,
-                to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
-                context=self.precision_plugin.train_step_context,
-            )
-            planned = make_plan(
-                step,
-                self.plan_settings,
-                channel=run.channel,
-                global_batch=total,
-                scenario=run.scenario,
-                carried=carried,
-            )
+        planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, carried=carried)
+        planned = planner.plan_evaluation() if total is None else planner.plan(total)
         self._planned, self._planned_for = planned, (model, total)
         return planned
 
@@ -269,17 +257,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             super().model_to_device()
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        settings = self.plan_settings
-        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
-        return {name: value for name, value in given.items() if value}
+        names = ("micro_batch_size", "checkpoint_layers")
+        return {name: value for name in names if (value := getattr(self.plan_settings, name))}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        callbacks = compat.trainer_callbacks(self._run.trainer)
-        asking = (c for c in callbacks if isinstance(c, ThrottleCallback) and c.scenario is scenario)
-        every_s = next((callback.step_every_s for callback in asking), None)
+        throttles = (c for c in compat.trainer_callbacks(self._run.trainer) if isinstance(c, ThrottleCallback))
+        every_s = next((throttle.step_every_s for throttle in throttles if throttle.scenario is scenario), None)
         self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
@@ -299,13 +285,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().training_step(*args, **kwargs)
         batch, *rest = args
         with self.precision_plugin.train_step_context():
-            return self._batches.train(batch, rest, kwargs, accumulates=self._accumulates)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning wraps a batch that only accumulates in this: its gradients stay where they are."""
-        with super().block_backward_sync() if self._run is None else patched(self, "_accumulates", True):
-            yield
+            return self._batches.train(batch, rest, kwargs)
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""

@@ -103,10 +103,10 @@ class RecordedRun:
         ranks: number of them.
         devices: their names, by rank, as far as known.
         steps: with what was measured in them; empty if own work was not measured.
-        step_s: wall time of the batches, where that is all that was measured [s].
+        batches: number of steps, those without such a measurement included.
         changes: in order.
         queues: by step number: batches' budget overspent, by constraint.
-        counts: of the stale engine's server, in order, each with its step number.
+        counts: what the stale engine's server had counted when it was last asked.
         plan: what a pipeline run began with: plan, cluster, profile; empty elsewhere.
         about: what else the trace's first line said, e.g. policy and bound.
         faults: what happened, in words.
@@ -117,10 +117,10 @@ class RecordedRun:
     ranks: int
     devices: Mapping[int, str] = field(default_factory=dict[int, str])
     steps: tuple[RunStep, ...] = ()
-    step_s: tuple[float, ...] = ()
+    batches: int = 0
     changes: tuple[RunChange, ...] = ()
     queues: tuple[tuple[int, Mapping[str, float]], ...] = ()
-    counts: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    counts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     faults: tuple[str, ...] = ()
@@ -225,16 +225,15 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
     strategy = str(about.get("strategy") or "")
     engine = str(about.get("engine") or ("ddp" if strategy in ("DDPStrategy", "") else strategy))
     turns: dict[tuple[int, int], dict[int, Turn]] = {}
-    walls: dict[tuple[int, int], float] = {}
     for rank, own in by_rank.items():
         for tag, turn in _turns(own).items():
             turns.setdefault(tag, {})[rank] = turn
-        for event in own:
-            if event.kind == "step" and "step_s" in event.data:
-                tag = event.epoch, event.step
-                walls[tag] = max(walls.get(tag, 0.0), float(event.data["step_s"]))
     steps = [RunStep(epoch=e, index=i, turns=found) for (e, i), found in sorted(turns.items())]
     number = {(step.epoch, step.index): n for n, step in enumerate(steps)}
+
+    def last(kind: str) -> Mapping[str, Any]:
+        return next((event.data for event in reversed(_of_kind(by_rank, kind))), named(None))
+
     clocks = {rank: float(found[0].get("unix_s") or math.nan) for rank, found in opened.items()}
     return RecordedRun(
         name=name,
@@ -242,11 +241,11 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         ranks=max(int(data.get("world_size") or 1) for found in opened.values() for data in found),
         devices={rank: ", ".join(map(str, found[-1].get("names") or ())) for rank, found in opened.items()},
         steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
-        step_s=tuple(seconds for _, seconds in sorted(walls.items())),
+        batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
         changes=tuple(_changes(by_rank, number)),
         queues=tuple(_queues(by_rank, number)),
-        counts=tuple((_number(e, number), e.data) for e in _of_kind(by_rank, "server")),
-        plan=next((e.data for e in reversed(_of_kind(by_rank, "plan"))), named(None)),
+        counts=last("server"),
+        plan=last("plan"),
         about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, median_low
 
-from lightning_hetero.cluster.stragglers import Straggler, StragglerTest
 from lightning_hetero.record.run import RecordedRun, RunStep
 from lightning_hetero.report.spent import HOT, of_known, over
 
@@ -24,13 +23,11 @@ class Scores:
         first: number of each window's first step.
         others: a rank over the ranks' median (of two ranks, the faster) of the same window; NaN: not measured.
         itself: a rank over its own fastest fifth of windows.
-        named: ranks found to be slow by the test that `StragglerMonitor` uses, each the first time.
     """
 
     first: tuple[int, ...]
     others: tuple[tuple[float, ...], ...]
     itself: tuple[tuple[float, ...], ...]
-    named: tuple[Straggler, ...]
 
     @property
     def typical(self) -> list[float]:
@@ -66,16 +63,10 @@ def scores_of(run: RecordedRun) -> Scores | None:
     per_item = [[_per_item(window, rank) for window in windows] for rank in range(run.ranks)]
     middles = [of_known(median_low, column) for column in zip(*per_item, strict=True)]
     fastest = [of_known(lambda known: sorted(known)[len(known) // 5], row) for row in per_item]
-    test, named = StragglerTest(run.ranks), dict[int, Straggler]()
-    for step in steps:
-        records = [record for record in run.records_of(step) if record.samples > 0]
-        for found in test.add(records, epoch=step.epoch, step=step.index):
-            named.setdefault(found.rank, found)
     return Scores(
         first=tuple(firsts),
         others=tuple(tuple(over(v, m) for v, m in zip(row, middles, strict=True)) for row in per_item),
         itself=tuple(tuple(over(v, own) for v in row) for row, own in zip(per_item, fastest, strict=True)),
-        named=tuple(named.values()),
     )
 
 

@@ -128,25 +128,3 @@ def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "no_such_strategy" in done.stderr and "ddp" in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_model_that_no_device_can_hold_reaches_the_perplexity_of_one_large_device(tmp_path: Path) -> None:
-    common = ("experiment=pipeline_gpt", "data.max_train_windows=192", "emulation=none")
-    alone = ("strategy=ddp", "trainer.devices=1", "data.batch_size=64")
-    jobs = {
-        "alone": partial(train, *common, *alone, "hydra.run.dir=alone"),
-        "hetero": partial(train, *common, "hydra.run.dir=hetero"),
-    }
-    for name, done in two_at_a_time(jobs).items():
-        assert done.result().returncode == 0, (name, done.result().stderr)
-    results = {name: json.loads((tmp_path / name / "result.json").read_text()) for name in jobs}
-    assert {r["strategy"]: (r["steps"], r["samples"]) for r in results.values()} == {
-        "ddp": (3, 192),
-        "hetero_pipeline": (3, 192),
-    }
-    perplexities = [result["metric"]["value"] for result in results.values()]
-    assert perplexities[1] == pytest.approx(perplexities[0], rel=2e-4)  # float32 and the order of summation
-    trace = (tmp_path / "hetero" / "events" / "rank0.jsonl").read_text().splitlines()
-    (plan,) = [event["data"] for event in map(json.loads, trace) if event.get("kind") == "plan"]
-    assert all(len(group["ranks"]) > 1 for group in plan["plan"]["groups"])

@@ -109,7 +109,7 @@ from script import Data, Model, Report
 
 if __name__ == "__main__":
     cli = LightningCLI(Model, Data, trainer_defaults={"callbacks": [Report()], "enable_progress_bar": False})
-    policy, settings = cli.trainer.strategy.policy, cli.trainer.strategy.settings.batches
+    policy, settings = cli.trainer.strategy.policy, cli.trainer.strategy.settings
     said = {"dead_band": policy.dead_band, "predictor": type(policy.prototype).__name__}
     said["bounds"] = settings.bounds.upper
     Path("cli.json").write_text(json.dumps(said))

@@ -247,7 +247,7 @@ def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str
     strategy = trainer_of.strategy
     assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 2
     if name == "hetero_balanced":
-        assert strategy.settings.batches.bounds.lower == [2, 2] and type(strategy.policy.prototype).__name__ == "Ewma"
+        assert strategy.settings.bounds.lower == [2, 2] and type(strategy.policy.prototype).__name__ == "Ewma"
     if name == "hetero_pipeline":
         assert [device.speed for device in strategy.plan_settings.cluster.devices] == [1.0, 1.0, 0.5, 0.5]
 

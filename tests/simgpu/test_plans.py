@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetero.pipeline.decide.plans import beside_bytes, held_bytes
-from lightning_hetero.pipeline.fit.plan import fitting
+from lightning_hetero.pipeline.fit import planning
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
 from tests.simgpu.sim.cuda import cap
@@ -28,7 +28,7 @@ def planned(
     cards = torch.cuda.device_count()
     for card in range(cards):
         cap(card, _free(budget_bytes, world // cards))
-    allocated, asked = fitting._allocated, 0
+    allocated, asked = planning._allocated, 0
 
     def stolen(device: torch.device, size_bytes: float) -> object:
         nonlocal asked
@@ -39,7 +39,7 @@ def planned(
 
     module, strategy = kit.DeepPlain(), kit.strategy_of("pipeline", controller=None)
     trainer = kit.trainer_on_gpus(world, strategy)
-    with patch.object(fitting, "_allocated", stolen):
+    with patch.object(planning, "_allocated", stolen):
         kit.fit_quietly(trainer, module, kit.loader(world))
     found = strategy.planned
     sizes = held_bytes(found.plan, found.model, world), beside_bytes(found.plan, found.model, world)

@@ -20,17 +20,78 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from lightning_hetero.balanced.decide.rows import RankState, Row, Rows
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
-from lightning_hetero.types import StepReport
+from lightning_hetero.types import SpeedSample, StepReport
 
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
 _MOST_NEWS = 64  # kept for a trace that may not be written
-_NOTHING = RankState()
+
+
+class Row(NamedTuple):
+    """One rank's numbers, as they travel: float64, in this order, the same number from every rank.
+
+    Attributes:
+        epoch, step: the batch.
+        samples, compute_s, wait_s: means of its steps since the row before, of those on its latest share.
+        digest: of the shares it ran on.
+        batches: since the row before.
+        work: of ``samples`` samples, as the user's ``batch_cost`` counts it.
+        free_cpu: part of its processors' time that others left free since it told last, in [0, 1]; NaN: not told.
+        free_mem: part of its host's memory that is free, in [0, 1]; NaN: not told.
+        most_samples: the most samples it can hold, as far as it has learned; NaN: it has not.
+    """
+
+    epoch: float
+    step: float
+    samples: float
+    compute_s: float
+    wait_s: float
+    digest: float
+    batches: float
+    work: float
+    free_cpu: float = math.nan
+    free_mem: float = math.nan
+    most_samples: float = math.nan
+
+    def record(self, rank: int) -> SpeedSample:
+        """Returns what a policy is told of this rank."""
+        return SpeedSample(
+            rank=rank,
+            step=int(self.step),
+            samples=int(self.samples),
+            compute_s=self.compute_s,
+            wait_s=self.wait_s,
+            work=self.work,
+            free_cpu=self.free_cpu,
+            free_mem=self.free_mem,
+            most_samples=None if math.isnan(self.most_samples) else int(self.most_samples),
+        )
+
+
+class Rows:
+    """All ranks' rows of one exchange, by column: quick to look at, because every rank waits for it in every step.
+
+    Attributes:
+        epoch, step, samples, compute_s, digest, batches, work, free_cpu, free_mem: see `Row`; one per rank.
+        most_samples: see `SpeedSample`; one per rank.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        columns = [tuple(column) for column in zip(*rows, strict=True)]
+        self.epoch, self.step, self.samples, self.compute_s, _, self.digest, self.batches = columns[:7]
+        self.work, self.free_cpu, self.free_mem, most_samples = columns[7:]
+        self.most_samples = tuple(None if math.isnan(most) else int(most) for most in most_samples)
+        self._rows = rows
+
+    @cached_property
+    def records(self) -> tuple[SpeedSample, ...]:
+        """What a policy is told of all ranks; made when it is first asked for."""
+        return tuple(Row(*numbers).record(rank) for rank, numbers in enumerate(self._rows))
 
 
 class _Step(NamedTuple):
@@ -94,7 +155,6 @@ class ShareController:
 
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
-        decision: what that step led to.
         news: decisions that changed something, or have something to tell; until they are taken.
         reports: as `report`, the latest of them; until they are taken.
     """
@@ -102,13 +162,10 @@ class ShareController:
     def __init__(
         self, policy: BalancePolicy, *, rank: int, world_size: int, lag: int = 0, exchange: ExchangeClock | None = None
     ) -> None:
-        self.policy = policy
-        self.rank = rank
-        self.world_size = world_size
+        self.policy, self.rank, self.world_size = policy, rank, world_size
         self.lag = policy.lag = lag
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
-        self.decision: ShareDecision | None = None
         self.news: deque[ShareDecision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
         self._pending: deque[tuple[Tag, Callable[[], Sequence[Sequence[float]]]]] = deque()
@@ -184,25 +241,22 @@ class ShareController:
                 self.policy.take_incomplete(records)
             return
         predicted = tuple(self.policy.predict_s(self.policy.work_in_samples(records)))
-        self.decision = self.policy.take(records, batches=int(rows.batches[0]))
-        if self.decision.changed or self.decision.outcome or self.decision.data:
-            self.news.append(self.decision)
+        decision = self.policy.take(records, batches=int(rows.batches[0]))
+        if decision.changed:
+            self.news.append(decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
         self.reports.append(self.report)
 
     def _check(self, tag: Tag, rows: Rows) -> None:
-        def told(ran: tuple[float, float, float]) -> str:
-            epoch, step, digest = map(int, ran)
-            return f"({epoch}, {step}, {digest:#x})"
-
         everyone = list(zip(rows.epoch, rows.step, rows.digest, strict=True))
         mine = everyone[self.rank]
         if everyone.count(mine) != len(everyone):
             r, other = next((r, ran) for r, ran in enumerate(everyone) if ran != mine)
+            ours, theirs = ("({:.0f}, {:.0f}, {:#x})".format(*ran[:2], int(ran[2])) for ran in (mine, other))
             raise RuntimeError(
                 f"ranks disagree on the shares of epoch {tag[0]}, step {tag[1]}: rank {self.rank} ran"
-                f" (epoch, step, digest) = {told(mine)}, rank {r} ran {told(other)}. The ranks do not run the same"
-                " program: check that data, loader arguments and library versions are equal on all machines"
+                f" (epoch, step, digest) = {ours}, rank {r} ran {theirs}. The ranks do not run the same program: check"
+                " that data, loader arguments and library versions are equal on all machines"
             )
 
     def measured(self, samples: int, compute_s: float, wait_s: float, work: float = math.nan) -> None:
@@ -218,15 +272,14 @@ class ShareController:
             return True
         return step - last[1] >= self.exchange.interval((epoch, step - 2 - self.lag))
 
-    def row(self, epoch: int, step: int, state: RankState = _NOTHING, *, ran: Sequence[int] = ()) -> Row:
+    def row(self, epoch: int, step: int, *, ran: Sequence[int] = (), **told: float) -> Row:
         """Returns what this rank sends for this step: the mean over the steps measured with its latest share.
 
         Args:
             epoch, step: of the batch.
-            state: what it tells besides.
             ran: samples per rank of this batch where they follow from more than the shares; all ranks' must agree.
+            told: what it tells besides, see `Row`.
         """
-        digest = shares_digest(epoch, step, (*self._decided[epoch, step][0], *ran))
         latest = self._local[-1].samples if self._local else 0
         same = [m for m in self._local if m.samples == latest]
         n = max(1, len(same))
@@ -236,12 +289,10 @@ class ShareController:
             samples=float(latest),
             compute_s=math.fsum(m.compute_s for m in same) / n,
             wait_s=math.fsum(m.wait_s for m in same) / n,
-            digest=float(digest),
+            digest=float(shares_digest(epoch, step, (*self._decided[epoch, step][0], *ran))),
             batches=float(max(1, len(self._local))),
             work=math.fsum(m.work for m in same) / n,
-            free_cpu=state.free_cpu,
-            free_mem=state.free_mem,
-            most_samples=state.most_samples,
+            **told,
         )
 
     def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]]) -> None:

@@ -8,8 +8,11 @@ docs/reference/balanced.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from lightning_hetero.shares.bounds import ShareBounds
 
 TILE = 8  # rows that tensor cores take at once
 PARTS = 8  # of an equal share
@@ -30,14 +33,9 @@ class ShapeNeeds:
     tiles: bool = False
 
     @classmethod
-    def of_all(cls, ranks: Iterable[ShapeNeeds]) -> ShapeNeeds:
+    def of_all(cls, ranks: Sequence[ShapeNeeds]) -> ShapeNeeds:
         """Returns what suits all ranks."""
-        needs = list(ranks)
-        return cls(
-            compiled=any(n.compiled for n in needs),
-            per_size=any(n.per_size for n in needs),
-            tiles=any(n.tiles for n in needs),
-        )
+        return cls(**{name: any(getattr(one, name) for one in ranks) for name in cls.__slots__})
 
     @property
     def why(self) -> str:
@@ -67,6 +65,73 @@ def auto_quantum(total: int, world_size: int, needs: ShapeNeeds) -> int:
     while 2 * quantum <= most and 2 * quantum * PARTS * world_size <= total and total % (2 * quantum) == 0:
         quantum *= 2
     return quantum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSizes:
+    """What the ranks' parts of a full batch may be.
+
+    Attributes:
+        total: samples of the batch.
+        world_size: number of ranks.
+        bounds: of a piece of a part, as the user and BatchNorm have them.
+        quantum: shares are multiples of it.
+        pieces: in which a rank computes its part at most; 1: at once.
+    """
+
+    total: int
+    world_size: int
+    bounds: ShareBounds
+    quantum: int = 1
+    pieces: int = 1
+
+    @classmethod
+    def of(cls, total: int, world_size: int, bounds: ShareBounds, quantum: int | None, needs: ShapeNeeds) -> PartSizes:
+        """Returns the sizes for a batch; bounds of the user's come before a quantum of ours.
+
+        Args:
+            total, world_size, bounds: see the class.
+            quantum: the user's; None: as the ranks' devices need it.
+            needs: of all ranks.
+
+        Raises:
+            ValueError: ``max_samples`` leaves no room for any sample.
+        """
+        tried = auto_quantum(total, world_size, needs) if quantum is None else quantum
+        while quantum is None and tried > 1:
+            with suppress(ValueError):
+                pieces = bounds.pieces(world_size, total, tried)
+                sizes = cls(total=total, world_size=world_size, bounds=bounds, quantum=tried, pieces=pieces)
+                sizes.resolve()
+                return sizes
+            tried //= 2
+        pieces = bounds.pieces(world_size, total, tried)
+        return cls(total=total, world_size=world_size, bounds=bounds, quantum=tried, pieces=pieces)
+
+    @property
+    def least(self) -> int:
+        """Samples of a rank that has any."""
+        return self.bounds.least
+
+    def of_parts(self, least: int | None = None) -> ShareBounds:
+        """Returns the bounds of whole parts."""
+        bounds = self.bounds if least is None else replace(self.bounds, least=least)
+        return bounds.in_pieces(self.pieces, self.world_size, self.quantum)
+
+    def resolve(self) -> tuple[list[int], list[int]]:
+        """Returns least and most samples per rank of a batch.
+
+        Raises:
+            ValueError: the bounds admit no split.
+        """
+        return self.of_parts().resolve(self.world_size, self.total, self.quantum)
+
+    def pieces_of(self, shares: Sequence[int], computed: int) -> list[int]:
+        """Returns the samples of the pieces in which a rank computes its part, see `piece_sizes`; one: at once."""
+        if self.pieces == 1:
+            return [computed]
+        caps = self.bounds.caps(self.world_size, self.quantum)
+        return piece_sizes(shares, caps, computed, least=self.least, quantum=self.quantum)
 
 
 def piece_sizes(

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
-from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum, piece_sizes
+from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.base.own_data import check_own_batches, indexed
+from lightning_hetero.callbacks.work import BatchCost
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
@@ -32,14 +33,14 @@ from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.transport.side_channel import SideChannel
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSettings:
-    """The strategy's own arguments that concern batches; see `LoadBalancedStrategy`."""
+class BalanceSettings:
+    """The strategy's own arguments; see `LoadBalancedStrategy`."""
 
+    policy: BalancePolicy
+    rebalance: bool = True
+    batch_cost: BatchCost | None = None
     bounds: ShareBounds = field(default_factory=ShareBounds)
     quantum: int | Literal["auto"] = "auto"
     stream: StreamMode | None = None
@@ -52,20 +53,16 @@ class _Balanced(BoundLoader):
     """Besides what every engine knows of a loader.
 
     Attributes:
+        sizes: what the ranks' parts of a full batch may be.
         read_ahead: the ranks' furthest.
         unsized: whether it is a stream without a length.
-        pieces: in which a rank computes its part of a full batch at most.
-        least: samples of a rank that has any.
         costs: cut its batches, if they are known.
-        quantum: shares of a full batch are multiples of it.
     """
 
+    sizes: PartSizes
     read_ahead: int = 0
     unsized: bool = False
-    pieces: int = 1
-    least: int = 1
     costs: SampleCosts | None = None
-    quantum: int = 1
 
 
 class BalancedBinder(PartBinder[_Balanced]):
@@ -84,22 +81,13 @@ class BalancedBinder(PartBinder[_Balanced]):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: SideChannel,
-        policy: BalancePolicy,
-        shared: SharedSettings,
-        settings: BatchSettings,
-    ) -> None:
+        self, trainer: Trainer, channel: SideChannel, policy: BalancePolicy, shared: SharedSettings,
+        settings: BalanceSettings,
+    ) -> None:  # fmt: skip
         super().__init__(
-            trainer,
-            channel,
-            strategy_name="LoadBalancedStrategy",
-            shared=shared,
-            stream=settings.stream,
+            trainer, channel, strategy_name="LoadBalancedStrategy", shared=shared, stream=settings.stream
         )
-        self.settings = settings
-        self.policy = policy
+        self.settings, self.policy = settings, policy
         self.controller: ShareController | None = None
         self.equal: str | None = None
         self.known_most: int | None = None
@@ -139,32 +127,13 @@ class BalancedBinder(PartBinder[_Balanced]):
         order = self.orders.order(loader, spec, len(self._bound))
         if not self._bound:
             order = self.orders.continued(order)
-        least = self._least_of(spec, order.global_batch_size)
-        quantum = self._quantum_of(order.global_batch_size, least)
-        full = order.global_batch_size
-        pieces = self._pieces(full, quantum, least)
-        known = costs_in(loader.dataset, self.settings.sample_costs)
-        if known is not None and self._several:
-            raise ValueError(
-                "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
-                " batches are cut in the same fractions; drop it"
-            )
-        low, up = self._resolve(pieces, full, quantum, least)
-        if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
-            low = [least] * len(low)
-        costs = None if known is None else SampleCosts(known, lower=low, upper=up, quantum=quantum)
+        sizes = self._sizes_of(spec, order.global_batch_size)
+        costs = self._costs_of(loader, sizes)
         bound = _Balanced(
-            spec=spec,
-            full=full,
-            order=order,
-            read_ahead=read_ahead,
-            pieces=pieces,
-            least=least,
-            costs=costs,
-            quantum=quantum,
+            spec=spec, full=sizes.total, order=order, read_ahead=read_ahead, sizes=sizes, costs=costs
         )
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(bound, loader, least=least, costs=costs)
+        return self._read_parts(bound, loader, least=sizes.least, costs=costs)
 
     def _settle(self, loaders: Sequence[Any]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
@@ -174,7 +143,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         mine = self._objection(loaders), least_samples(module), needs
         everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
         self._least = max(least for _, least, _ in everyone)
-        self._shapes = ShapeNeeds.of_all(needs for _, _, needs in everyone)
+        self._shapes = ShapeNeeds.of_all([needs for _, _, needs in everyone])
         self._bounds = replace(self.settings.bounds, usual=2 if self._shapes.compiled else 1)
         said, self.equal = self.equal, next((objection for objection, _, _ in everyone if objection), None)
         self._own = self.equal is None and len(loaders) == 1
@@ -188,10 +157,10 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
             )
         if self.equal != said:
-            ours, lower, upper = self.settings, self.settings.bounds.lower, self.settings.bounds.upper
-            options = {"min_samples": lower, "max_samples": upper, "sample_costs": ours.sample_costs}
+            ours = self.settings
+            options = {"min_samples": ours.bounds.lower, "max_samples": ours.bounds.upper}
+            options |= {"sample_costs": ours.sample_costs, "quantum": None if ours.quantum in (1, "auto") else 0}
             idle = [name for name, value in options.items() if value is not None]
-            idle += [] if ours.quantum in (1, "auto") else ["quantum"]
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
                 f" {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
@@ -213,67 +182,57 @@ class BalancedBinder(PartBinder[_Balanced]):
                 )
         return None
 
-    def _quantum_of(self, total: int, least: int) -> int:
-        """Returns of what shares of a batch of ``total`` samples are multiples, the same on all ranks.
+    def _sizes_of(self, spec: LoaderSpec, total: int) -> PartSizes:
+        """Returns what the parts of a full batch may be, the same on all ranks.
 
-        Bounds of the user's come before a quantum of ours.
+        Raises:
+            ValueError: the bounds admit no split, or pieces that manual optimization cannot accumulate.
         """
-        asked, world = self.settings.quantum, self._channel.world_size
-        if asked != "auto":
-            return asked
-        quantum = auto_quantum(total, world, self._shapes)
-        while quantum > 1:
-            with suppress(ValueError):
-                bounds = replace(self._bounds, least=least)
-                self._bounds_of(bounds.pieces(world, total, quantum), quantum, least).resolve(world, total, quantum)
-                return quantum
-            quantum //= 2
-        return 1
+        world, quantum = self._channel.world_size, self.settings.quantum
+        # Where stock DDP's ranks have one sample each, the model can do with one.
+        one_each = spec.batch_size in (None, 1) and total <= world
+        bounds = replace(self._bounds, least=1 if one_each else self._least)
+        sizes = PartSizes.of(total, world, bounds, None if quantum == "auto" else quantum, self._shapes)
+        if sizes.pieces > 1 and spec.kind == "stream":
+            sizes = replace(sizes, pieces=1)  # refused by `resolve`
+        if sizes.pieces > 1:
+            room = sum(bounds.caps(world, sizes.quantum))
+            said = (
+                f"the global batch of {total} samples exceeds max_samples={bounds.upper!r} on {world} ranks"
+                f" ({room} together)"
+            )
+            if not self._trainer.lightning_module.automatic_optimization:
+                raise ValueError(f"{said} and manual optimization cannot accumulate it for you; lower the batch")
+            rank_zero_info(f"{said}: each rank computes its part in up to {sizes.pieces} pieces, within one batch")
+        if not self._several:  # of several loaders the largest's say it, see `bind`
+            sizes.resolve()
+        return sizes
 
-    def _resolve(self, pieces: int, total: int, quantum: int, least: int) -> tuple[list[int], list[int]]:
-        """Returns least and most samples per rank of a batch; of several loaders the largest's say it, see `bind`."""
+    def _costs_of(self, loader: DataLoader, sizes: PartSizes) -> SampleCosts | None:
+        """Returns what cuts the batches, if the samples' costs are known."""
+        known = costs_in(loader.dataset, self.settings.sample_costs)
+        if known is None:
+            return None
         if self._several:
-            return [least], [total]
-        return self._bounds_of(pieces, quantum, least).resolve(self._channel.world_size, total, quantum)
-
-    def _least_of(self, spec: LoaderSpec, total: int) -> int:
-        """Least samples of a rank that has any; where stock DDP's ranks have one each, the model can do with one."""
-        one_each = spec.batch_size in (None, 1) and total <= self._channel.world_size
-        return 1 if one_each else self._least
+            raise ValueError(
+                "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
+                " batches are cut in the same fractions; drop it"
+            )
+        low, up = sizes.resolve()
+        if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
+            low = [sizes.least] * len(low)
+        return SampleCosts(known, lower=low, upper=up, quantum=sizes.quantum)
 
     def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
         assert self.settings.stream is not None
-        total = self.orders.batch_of_all(spec)
-        least = self._least_of(spec, total)
-        quantum = self._quantum_of(total, least)
-        self._resolve(1, total, quantum, least)
+        sizes = self._sizes_of(spec, self.orders.batch_of_all(spec))
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
-        sized = hasattr(loader.dataset, "__len__")
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
             rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
-        bound = _Balanced(spec=spec, full=total, order=None, unsized=not sized, least=least, quantum=quantum)
-        return self._read_stream(bound, loader, self.settings.stream, least=least)
-
-    def _pieces(self, total: int, quantum: int, least: int) -> int:
-        """Returns in how many pieces ranks compute their parts, if ``max_samples`` do not hold the batch at once."""
-        world, module = self._channel.world_size, self._trainer.lightning_module
-        bounds = replace(self._bounds, least=least)
-        pieces = bounds.pieces(world, total, quantum)
-        if pieces == 1:
-            return 1
-        said = (
-            f"the global batch of {total} samples exceeds max_samples={self.settings.bounds.upper!r} on {world} ranks"
-            f" ({sum(bounds.caps(world, quantum))} together)"
-        )
-        if not module.automatic_optimization:
-            raise ValueError(f"{said} and manual optimization cannot accumulate it for you; lower the batch")
-        rank_zero_info(f"{said}: each rank computes its part in up to {pieces} pieces, within one batch")
-        return pieces
-
-    def _bounds_of(self, pieces: int, quantum: int, least: int) -> ShareBounds:
-        """Returns the bounds of parts that are computed in so many pieces."""
-        return replace(self._bounds, least=least).in_pieces(pieces, self._channel.world_size, quantum)
+        unsized = not hasattr(loader.dataset, "__len__")
+        bound = _Balanced(spec=spec, full=sizes.total, order=None, unsized=unsized, sizes=sizes)
+        return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -284,15 +243,15 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"global_batch_size={self._asked_batch} is ambiguous with {len(self._bound)} train"
                 " loaders; set each loader's batch_size instead"
             )
-        if len(self._bound) > 1 and any(b.pieces > 1 for b in self._bound):
+        if len(self._bound) > 1 and any(b.sizes.pieces > 1 for b in self._bound):
             raise ValueError("max_samples below the global batch cannot be combined with several train loaders")
         primary = self._largest()
         unit = math.gcd(*(b.full for b in self._bound))
-        quantum = math.lcm(primary.full // unit, primary.quantum)
+        quantum = math.lcm(primary.full // unit, primary.sizes.quantum)
         # Without a length Lightning fetches one batch of each loader ahead, to know which is the last.
         lag = max(b.read_ahead for b in self._bound) + any(b.unsized for b in self._bound)
         # In units, so that every loader's part of a batch has its least.
-        least = max(-(-b.least * unit // b.full) for b in self._bound) * (primary.full // unit)
+        least = max(-(-b.sizes.least * unit // b.full) for b in self._bound) * (primary.full // unit)
         layout = (primary.full, quantum, lag, least)
         if self.controller is not None and layout == self._layout:
             return
@@ -301,36 +260,27 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"quantum={quantum} does not divide the batch of {primary.full} samples; choose a divisor, or a"
                 " global batch that is a multiple of it"
             )
-        world = self._channel.world_size
-        bounds = self._bounds_of(primary.pieces, primary.quantum, least)
+        rank, world = self._channel.rank, self._channel.world_size
         self.policy.cut_by_cost = self.cuts_by_cost
+        bounds = primary.sizes.of_parts(least)
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
-        self.controller = ShareController(
-            self.policy,
-            rank=self._channel.rank,
-            world_size=world,
-            lag=lag,
-            exchange=ExchangeClock(every=self.settings.exchange_every),
-        )
+        exchange = ExchangeClock(every=self.settings.exchange_every)
+        self.controller = ShareController(self.policy, rank=rank, world_size=world, lag=lag, exchange=exchange)
         self._layout = layout
-        if self.settings.quantum == "auto" and primary.quantum > 1:
+        if self.settings.quantum == "auto" and primary.sizes.quantum > 1:
             rank_zero_info(
-                f"shares are multiples of {primary.quantum} samples: {self._shapes.why}."
+                f"shares are multiples of {primary.sizes.quantum} samples: {self._shapes.why}."
                 " LoadBalancedStrategy(quantum=1) lets them be any"
             )
 
     @property
     def pieces(self) -> int:
         """In which a rank computes its part of a full batch at most; 1: at once."""
-        return self._bound[0].pieces if self._bound else 1
+        return self._bound[0].sizes.pieces if self._bound else 1
 
     def piece_sizes(self, part: Part) -> list[int]:
         """Returns the samples of the pieces in which this rank computes its part; one: at once."""
-        bound = self._bound[0]
-        if bound.pieces == 1:
-            return [part.computed]
-        caps = replace(self._bounds, least=bound.least).caps(self._channel.world_size, bound.quantum)
-        return piece_sizes(part.shares, caps, part.computed, least=bound.least, quantum=bound.quantum)
+        return self._bound[0].sizes.pieces_of(part.shares, part.computed)
 
     @property
     def cuts_by_cost(self) -> bool:
@@ -363,7 +313,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         if total == bound.full:  # the same fraction of every loader: exact, because shares are whole units
             return tuple(s * bound.full // full for s in shares)
         upper = [u * bound.full // full for u in most]
-        return scale_shares(shares, total, upper=upper, least=bound.least)
+        return scale_shares(shares, total, upper=upper, least=bound.sizes.least)
 
     def open(self, step: int) -> Part:
         """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""

@@ -9,15 +9,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _Key = tuple[str, str, int]  # hook, name, and how often the same was logged in a piece before
 

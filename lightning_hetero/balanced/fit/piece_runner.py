@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,9 +24,6 @@ from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.data.micro_batches import split_batch
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 @dataclass(slots=True)
@@ -157,12 +155,8 @@ class PieceRunner:
 
     def save(self) -> Callable[[], None]:
         """Returns what puts back what a forward pass changes: buffers, random states, metrics and logged values."""
-        saved = [
-            save_buffers(self._module),
-            save_random_states(self._device),
-            compat.save_metrics(self._module),
-            compat.save_logs(self._trainer),
-        ]
+        logged = compat.save_metrics(self._module), compat.save_logs(self._trainer)
+        saved = save_buffers(self._module), save_random_states(self._device), *logged
 
         def put_back() -> None:
             for one in saved:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.balanced.runtime.pieces import leaves
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 
 class PlainBackward:

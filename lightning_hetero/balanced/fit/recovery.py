@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,9 +41,6 @@ from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 
 class Recovery:
     """Runs this rank's steps, in pieces if need be, and learns how many samples fit.
@@ -57,15 +55,9 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        model: nn.Module,
-        *,
-        device: HostDevice,
-        weight: LossWeight,
-        cap: MemoryCap,
+        self, trainer: Trainer, model: nn.Module, *, device: HostDevice, weight: LossWeight, cap: MemoryCap,
         constant: Callable[[int], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cap = cap
         self._believed = True  # the last step was done at once, or as planned
         self._trainer, self._model = trainer, model
@@ -143,23 +135,10 @@ class Recovery:
             args, kwargs: of ``training_step``.
             most: samples of a piece; fewer where these do not fit.
         """
-        total = self._count(step, args)
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         gradients = PieceGradients(self._pieces.trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
         logs = PieceLogs(self._trainer, self._constant)
-        done: list[tuple[Any, Tensor | None, int]] = []
-
-        def run(piece: Any, size: int) -> None:
-            with logs.collecting(piece, size):
-                output = step.original(piece, *args[1:], **kwargs)
-            loss, weight, value = _loss_of(output), self._weight.of_piece(piece, size, total), None
-            if loss is not None:
-                gradients.add(loss, weight)
-                value = loss.detach() * weight if weight else torch.zeros_like(loss)
-            done.append((apply_to_collection(_without_loss(output), Tensor, Tensor.detach), value, size))
-            logs.keep()
-
-        first = self._pieces.run(step, args[0], most, run)
+        first, done = self._run_pieces(step, args, kwargs, most, gradients, logs)
         for _ in range(sum(not size for size in step.planned)):  # peers have more pieces, and a step may communicate
             with compat.metrics_frozen(self._module), statistics_kept(self._module), logs.collecting(first, 0):
                 loss = _loss_of(step.original(first, *args[1:], **kwargs))
@@ -168,7 +147,7 @@ class Recovery:
         self._believed = not step.cut_again
         logs.publish()
         if self._pieces.tried:
-            self._tell(step, max(step.planned, default=total))
+            self._tell(step, max(step.planned, default=self._count(step, args)))
         outputs, values, sizes = zip(*done, strict=True)
         if any(value is None for value in values):
             return None  # Lightning says what that means
@@ -177,16 +156,42 @@ class Recovery:
         rest, loss = join_outputs(outputs, sizes), stand_in(value, found)
         return loss if rest is None else {"loss": loss, **rest}
 
+    def _run_pieces(
+        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, gradients: PieceGradients,
+        logs: PieceLogs | None = None,
+    ) -> tuple[Any, list[tuple[Any, Tensor | None, int]]]:  # fmt: skip
+        """Runs all pieces of a batch and adds up their gradients.
+
+        Args:
+            step, args, kwargs, most: see `_in_pieces`.
+            gradients: takes those of the pieces.
+            logs: takes what they log; None: of the pieces nothing is kept besides.
+
+        Returns:
+            The first piece; and of each its output without the loss, what it adds to the loss, and its samples.
+        """
+        total = self._count(step, args)
+        done: list[tuple[Any, Tensor | None, int]] = []
+
+        def run(piece: Any, size: int) -> None:
+            with nullcontext() if logs is None else logs.collecting(piece, size):
+                output = step.original(piece, *args[1:], **kwargs)
+            loss, weight, value = _loss_of(output), self._weight.of_piece(piece, size, total), None
+            if loss is not None:
+                gradients.add(loss, weight, step.loss_gradient)
+                value = loss.detach() * weight if weight else torch.zeros_like(loss)
+            if logs is not None:
+                done.append((apply_to_collection(_without_loss(output), Tensor, Tensor.detach), value, size))
+                logs.keep()
+
+        return self._pieces.run(step, args[0], most, run), done
+
     # ---- backward ---------------------------------------------------------------------------------------------
 
     def backward(
-        self,
-        loss: Tensor,
-        run: Callable[[Tensor], None],
-        *,
-        holders: Sequence[Tensor],
+        self, loss: Tensor, run: Callable[[Tensor], None], *, holders: Sequence[Tensor],
         ended: Callable[[Tensor], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Runs the backward pass of a step, to the end of the gradient exchange.
 
         Args:
@@ -244,16 +249,10 @@ class Recovery:
         """Returns gradients of the step's last loss, as the broken pass would have computed them."""
         assert step.arguments is not None and step.samples is not None
         (args, kwargs), step.arguments = step.arguments, None
-        gradients, total = PieceGradients(parameters), step.samples
-
-        def run(piece: Any, size: int) -> None:
-            loss = _loss_of(step.original(piece, *args[1:], **kwargs))
-            if loss is not None:
-                gradients.add(loss, self._weight.of_piece(piece, size, total), step.loss_gradient)
-
+        gradients = PieceGradients(parameters)
         put_back = self._pieces.save()  # the forward pass that fitted has logged and counted
         with compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
-            self._pieces.run(step, args[0], most, run)
+            self._run_pieces(step, args, kwargs, most, gradients)
         put_back()
         found = gradients.gradients()
         self._pieces.check_reached(step, (p in found for p in parameters))

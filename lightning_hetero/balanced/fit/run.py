@@ -5,50 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
+from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
 from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.fit.signals import SignalsTogether
 from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
-from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.run import EngineRun
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.callbacks.work import BatchCost, CountedOnHost, cost_in, count_work
+from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.shares.caps import MemoryCap
-from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BalanceSettings:
-    """The strategy's own arguments; see `LoadBalancedStrategy`."""
-
-    policy: BalancePolicy
-    rebalance: bool
-    batches: BatchSettings
-    batch_cost: BatchCost | None
-    ddp_arguments: Mapping[str, Any]
 
 
 class BalancedRun(EngineRun[BalancedBinder]):
@@ -56,9 +40,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     Args:
         trainer: the running trainer.
-        shared, settings: the strategy's arguments.
-        timeout: of collectives.
-        device: of this rank.
+        strategy: that of the trainer.
+        settings: the arguments that only this engine has.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -71,47 +54,38 @@ class BalancedRun(EngineRun[BalancedBinder]):
         signals: end all ranks together.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        shared: SharedSettings,
-        settings: BalanceSettings,
-        *,
-        timeout: timedelta | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
         self.policy = self.rebalancer.policy or settings.policy
+        shared, timeout = strategy.shared, strategy.timeout
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
-        agreed = {name: repr(getattr(settings.batches, name)) for name in BatchSettings.__slots__}
-        agreed |= {"sample_costs": costs_digest(settings.batches.sample_costs)}
-        agreed |= {
+        own = "bounds", "quantum", "stream", "exchange_every"
+        agreed = {name: repr(getattr(settings, name)) for name in own} | {
+            "sample_costs": costs_digest(settings.sample_costs),
             "global_batch_size": str(shared.global_batch_size),
             "batch_sampler": shared.batch_sampler,
             "own_data": str(shared.own_data),
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
             "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
-            "ddp": repr(sorted(settings.ddp_arguments.items())),
+            "ddp": repr(sorted(strategy.ddp_arguments.items())),
             **self.policy.settings(),
         }
         super().__init__(trainer, timeout=timeout, settings=agreed)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
-        self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings.batches)
+        self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
+        world, counts = self.channel.world_size, shared.weight_in(self.module)
         self.weight = LossWeight(
-            channel=self.channel,
-            world_size=self.channel.world_size,
-            reduction=shared.loss_reduction,
-            batch_weight=shared.weight_in(self.module),
+            channel=self.channel, world_size=world, reduction=shared.loss_reduction, batch_weight=counts
         )
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
-        own_device = device_of(device)
+        own_device = device_of(strategy.root_device)
         if self.rebalancer.enabled and own_device.tunes_each_shape():
             rank_zero_warn(
                 "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels anew for every number of samples, and"
@@ -145,13 +119,9 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self._recovery is not None:
             self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
+            device, constant = device_of(self.trainer.strategy.root_device), self.binder.stands_for_part
             self._recovery = Recovery(
-                self.trainer,
-                model,
-                device=device_of(self.trainer.strategy.root_device),
-                weight=self.weight,
-                cap=self.cap,
-                constant=self.binder.stands_for_part,
+                self.trainer, model, device=device, weight=self.weight, cap=self.cap, constant=constant
             )
             self.undo.callback(self._recovery.close)
 
@@ -254,12 +224,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def dummy_guard(self) -> AbstractContextManager[Any]:
         """A rank without samples trains on a dummy batch: no metric, logged mean or BatchNorm statistic counts it."""
-        if self.part is None or self.part.samples:
-            return nullcontext()
         stack = ExitStack()
-        stack.enter_context(compat.metrics_frozen(self.module))
-        stack.enter_context(statistics_kept(self.module))
-        stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
+        if self.part is not None and not self.part.samples:
+            stack.enter_context(compat.metrics_frozen(self.module))
+            stack.enter_context(statistics_kept(self.module))
+            stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
         return stack
 
     @property

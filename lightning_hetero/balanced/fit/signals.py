@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.transport.side_channel import SideChannel
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _REQUEUE = 1_000_000.0  # more than there are ranks: one number tells of both signals
 

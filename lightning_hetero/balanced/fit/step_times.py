@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_hetero.balanced.decide.rows import RankState
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.data import Part
@@ -37,14 +35,9 @@ class StepTimes:
     """
 
     def __init__(
-        self,
-        binder: BalancedBinder,
-        probe: StepProbe,
-        channel: SideChannel,
-        events: EventLog,
-        cap: MemoryCap,
+        self, binder: BalancedBinder, probe: StepProbe, channel: SideChannel, events: EventLog, cap: MemoryCap,
         device: HostDevice,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._binder, self._probe, self._channel, self._events, self._cap = binder, probe, channel, events, cap
         self.compiles = CompileWatch()
         self._sizes = NewSizes(device)
@@ -82,7 +75,7 @@ class StepTimes:
         self.note(None)
         if self.synced and decides and controller.wants_exchange(part.epoch, part.step):
             ran = part.shares if self._binder.cuts_by_cost else ()
-            wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, self._state(), ran=ran))
+            wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, ran=ran, **self._told()))
             controller.sent(part.epoch, part.step, wait)
         controller.catch_up()  # beside the gradient exchange, where it delays no rank
         while controller.news:
@@ -97,27 +90,17 @@ class StepTimes:
         new = not self._binder.cuts_by_cost and self._sizes.first(part.computed)
         return not (self.compiles.ask() or new) and tells_speed
 
-    def _state(self) -> RankState:
-        """Returns what this rank tells besides the times of its steps."""
-        free_cpu, free_mem = self._load.free() if self._load is not None else (math.nan, math.nan)
-        most = self._cap.most
-        return RankState(
-            free_cpu=free_cpu,
-            free_mem=free_mem,
-            most_samples=math.nan if most is None else most * self._binder.pieces,
-        )
+    def _told(self) -> dict[str, float]:
+        """Returns what this rank tells besides the times of its steps, see `Row`."""
+        told = {} if self._cap.most is None else {"most_samples": float(self._cap.most * self._binder.pieces)}
+        if self._load is not None:
+            told["free_cpu"], told["free_mem"] = self._load.free()
+        return told
 
     def _note_decision(self, part: Part, decision: ShareDecision) -> None:
-        if decision.outcome:
-            self._events.note("outcome", part.epoch, part.step, decision.outcome)
         if decision.changed:
-            data = {
-                "shares": list(decision.shares),
-                "predicted_s": decision.predicted_s,
-                "reason": decision.reason,
-                "predicted_gain": decision.predicted_gain,
-                **decision.data,
-            }
+            told = {name: getattr(decision, name) for name in ("predicted_s", "reason", "predicted_gain")}
+            data = {"shares": list(decision.shares), **told}
             self._events.note("decision", part.epoch, part.step, data)
 
     def note(self, learned: tuple[Part, Mapping[str, Any]] | None) -> None:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 class Trained:
-    """The parameters that required gradients when DDP wrapped the module.
-
-    Attributes:
-        ids: of these parameters.
-        changed: whether others were trained since the fit began.
-    """
+    """The parameters that required gradients when DDP wrapped the module."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.ids: set[int] = set()
-        self.changed = False
         self._trainer = trainer
         self._epoch = -1
         self._parameters: list[nn.Parameter] = []
         self._flags: list[bool] = []  # which of them required gradients in the last step
+        self._wrapped: set[int] = set()  # ids of those that DDP keeps equal
 
     def wrapped(self) -> None:
         """The module was wrapped."""
         self._parameters = list(self._trainer.lightning_module.parameters())
         self._flags = [p.requires_grad for p in self._parameters]
-        self.ids = {id(p) for p in self._parameters if p.requires_grad}
+        self._wrapped = self._ids()
+
+    def _ids(self) -> set[int]:
+        return {id(p) for p in self._parameters if p.requires_grad}
 
     def want_wrapping(self, model: Any) -> bool:
         """Whether DDP has to wrap the module again, since other parameters are trained than when it did.
@@ -48,9 +43,7 @@ class Trained:
         flags = [p.requires_grad for p in self._parameters]
         if flags == self._flags:
             return False
-        self._flags = flags
-        trained = {id(p) for p in self._parameters if p.requires_grad}
+        self._flags, trained = flags, self._ids()
         if not (isinstance(model, DistributedDataParallel) and trained):
             return False
-        self.changed = True
-        return not (trained <= self.ids if model.find_unused_parameters else trained == self.ids)
+        return not (trained <= self._wrapped if model.find_unused_parameters else trained == self._wrapped)

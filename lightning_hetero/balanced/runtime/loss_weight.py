@@ -36,44 +36,31 @@ class LossWeight:
             factor 1 is already right, except for a dummy batch).
         batch_weight: returns what the loss is a mean over, e.g. the number of tokens, when that is not samples.
 
-    Raises:
-        ValueError: unknown reduction.
+    Attributes:
+        local: what this rank's batch counts, in samples or in the user's unit.
     """
 
     def __init__(
-        self,
-        *,
-        channel: _Summing,
-        world_size: int,
-        reduction: LossReduction = "mean",
+        self, *, channel: _Summing, world_size: int, reduction: LossReduction = "mean",
         batch_weight: Callable[[Any], float] | None = None,
-    ) -> None:
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
-        self._channel = channel
-        self._world_size = world_size
-        self._reduction = reduction
-        self._batch_weight = batch_weight
-        self._local = 1.0
+    ) -> None:  # fmt: skip
+        self._channel, self._world_size = channel, world_size
+        self._reduction, self._batch_weight = reduction, batch_weight
+        self.local = 1.0
         self._total: Callable[[], float] | None = None
         self._factor: float | None = 1.0
-
-    @property
-    def local(self) -> float:
-        """What this rank's batch counts, in samples or in the user's unit."""
-        return self._local
 
     def open(self, part: Part, batch: Any) -> None:
         """Takes the batch about to be trained on. With ``batch_weight`` it starts a sum that `factor` waits for."""
         self._total = None
         if self._batch_weight is None:
-            self._local = float(part.samples)
+            self.local = float(part.samples)
             self._factor = part.weight if self._reduction == "mean" else float(part.samples > 0)
             return
         weight = float(self._batch_weight(batch)) if part.samples else 0.0
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
-        self._local = weight
+        self.local = weight
         self._factor = None
         self._total = self._channel.sum_async(weight)
 
@@ -84,8 +71,8 @@ class LossWeight:
 
     def of_piece(self, piece: Any, samples: int, of_samples: int) -> float:
         """Returns the factor by which a piece's loss is a summand of the local loss of this rank's batch."""
-        if self._batch_weight is not None and self._local > 0:
-            return float(self._batch_weight(piece)) / self._local
+        if self._batch_weight is not None and self.local > 0:
+            return float(self._batch_weight(piece)) / self.local
         return 1.0 if self._reduction == "sum" and self._batch_weight is None else samples / of_samples
 
     @property
@@ -103,5 +90,5 @@ class LossWeight:
         if self._factor is None:
             assert self._total is not None
             total = self._total()
-            self._factor = self._world_size * self._local / total if total > 0 else 0.0
+            self._factor = self._world_size * self.local / total if total > 0 else 0.0
         return self._factor

@@ -72,19 +72,14 @@ class PieceGradients:
         head = head * (self._scale * (weight or 1.0))
         with _hooks_aside(self._parameters):
             found = torch.autograd.grad(loss, self._parameters, head, allow_unused=True)
-        wide = [self._widened(g, weight) for g in found]
-        for i, g in enumerate(wide):
-            before = self._sums[i]
-            if g is not None:  # never in place: autograd may hand out one tensor for several parameters
-                self._sums[i] = g if before is None else before + g
-
-    def _widened(self, gradient: Tensor | None, weight: float) -> Tensor | None:
-        if gradient is None:
-            return None
-        if weight == 0.0:  # not by the product: 0 * NaN is NaN, e.g. a mean over no tokens
-            gradient = torch.zeros_like(gradient)
-        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        return gradient if self._scale == 1.0 else gradient / self._scale
+        for i, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            if weight == 0.0:  # not by the product: 0 * NaN is NaN, e.g. a mean over no tokens
+                gradient = torch.zeros_like(gradient)
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self._scale
+            before = self._sums[i]  # never in place: autograd may hand out one tensor for several parameters
+            self._sums[i] = wide if before is None else before + wide
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """Returns the sums by parameter, in its type; without parameters that no loss has used. Forgets them."""
@@ -166,11 +161,9 @@ class GradientsTaken:
     def begin(self) -> None:
         """A backward pass is about to begin."""
         self._noted = [] if any(p.grad is not None for p in self._parameters) else None
-        if self._noted is None or self._handles:
-            return
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))
+        if self._noted is not None and not self._handles:
+            trained = [p for p in self._parameters if p.requires_grad]
+            self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
 
     def _note(self, parameter: Tensor) -> None:
         if self._noted is not None:
@@ -179,7 +172,7 @@ class GradientsTaken:
     def taken(self) -> set[int]:
         """Returns the ids of the parameters."""
         noted = self._noted
-        return {id(p) for p in ([p for p in self._parameters if p.grad is not None] if noted is None else noted)}
+        return {id(p) for p in (self._parameters if noted is None else noted) if p.grad is not None}
 
     def close(self) -> None:
         for handle in self._handles:

@@ -1,7 +1,7 @@
 """The members' side of a rank that comes late: looked for when an epoch ends, let in before the next (layer L).
 
-    newcomer                        members
-    says "ready", waits             wait, and say so again and again; the lowest hears the newcomers' signs of life
+    joining rank                    members
+    says "ready", waits             wait, and say so again and again; the lowest hears the joining rank's signs of life
     <------------------------------ decides: with all; or, once everybody is ready or lost, with those that are ready
     all: begin, or make another group without those that are lost
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 COME_S = 20.0
 """For somebody who has just answered, and is heard of, to come to the new group [s]."""
-_LOAD_S = 10.0  # for the silence of a newcomer while it loads what it resumes from
+_LOAD_S = 10.0  # for the silence of a joining rank while it loads what it resumes from
 _MEMBER_S = 20.0  # for that of a member
 _LOOK_S = 0.02
 _ASK_S = 0.5
 
 
 class _LastPoint(Checkpoint):
-    """Saves what a newcomer resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
+    """Saves what a joining rank resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -50,15 +50,15 @@ class _LastPoint(Checkpoint):
 
 
 class Admission:
-    """Lets newcomers into a run between two epochs; called by all members alike.
+    """Lets joining ranks into a run between two epochs; called by all members alike.
 
     Args:
         trainer: the running trainer.
         place: where the members meet, and how often they have.
         members: who takes part.
         groups: rebuilt with whoever joins.
-        requests: where newcomers ask.
-        generation: of the process group built with a newcomer last.
+        requests: where joining ranks ask.
+        generation: of the process group built with a joining rank last.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Admission:
             self._members.warn_once(reason)
 
     def expect(self) -> None:
-        """Looks for newcomers after every epoch once somebody is missing."""
+        """Looks for joining ranks after every epoch once somebody is missing."""
         if self._point is None and self._members.missing:
             self._point = _LastPoint(self)
             self._callbacks.append(self._point)
@@ -99,16 +99,16 @@ class Admission:
         if not members.missing:
             return
         root = str(trainer.default_root_dir)
-        # What a newcomer loads is a file on disk, never a URL that somebody names to it.
+        # What a joining rank loads is a file on disk, never a URL that somebody names to it.
         folder = os.getcwd() if "://" in root else os.path.abspath(root)
-        path = os.path.join(folder, f".newcomer-{os.getpid()}-{self._generation}.ckpt")
+        path = os.path.join(folder, f".joining-{os.getpid()}-{self._generation}.ckpt")
         self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
         if self._asking:
             self._checkpoint = path
             self._save()
 
     def _save(self) -> None:
-        """Saves what the newcomers resume from; if that fails, they wait for the end of another epoch."""
+        """Saves what the joining ranks resume from; if that fails, they wait for the end of another epoch."""
         trainer, members, failed = self._trainer, self._members, ""
         writer, self._wrote = members.lowest, members.is_lowest
         try:
@@ -132,7 +132,7 @@ class Admission:
         return self._requests.asking(ranks) if self._members.is_lowest else []
 
     def admit(self) -> None:
-        """Before an epoch: builds the process group with the newcomers and waits until they are connected."""
+        """Before an epoch: builds the process group with the joining ranks and waits until they are connected."""
         asking, self._asking = self._asking, []
         if not asking:
             return
@@ -148,7 +148,7 @@ class Admission:
     def _let_in(self, asking: list[int]) -> None:
         members, before = self._members, self._members.alive
         alive = tuple(sorted({*before, *asking}))
-        speaks = members.is_lowest  # now: a newcomer may be lower, and knows nothing of this
+        speaks = members.is_lowest  # now: a joining rank may be lower, and knows nothing of this
         if speaks:
             invitation = Invitation(
                 checkpoint=self._checkpoint,
@@ -171,7 +171,7 @@ class Admission:
             members.warn_once(f"rank {come} has joined in epoch {self._trainer.current_epoch}", speaks=speaks)
 
     def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
-        """Builds the process group with the newcomers, and waits until they are ready.
+        """Builds the process group with the joining ranks, and waits until they are ready.
 
         Returns:
             Why the members go on without some of them; empty: they do not.
@@ -188,14 +188,14 @@ class Admission:
         return ""
 
     def come_in(self) -> None:
-        """For a newcomer that is connected: returns when all begin together.
+        """For a joining rank that is connected: returns when all begin together.
 
         Raises:
             RuntimeError: the others have begun without it.
         """
         members, coming = self._members, self._coming()
         try:
-            wait_as_newcomer(members.rank, members.alive, coming=coming, place=self._place)
+            wait_as_joining_rank(members.rank, members.alive, coming=coming, place=self._place)
         except RuntimeError as error:
             come, why = coming.decided() or ([], str(error))
             if members.rank not in come:
@@ -216,7 +216,7 @@ class Admission:
         return self._living(self._coming(), asking)
 
     def _living(self, coming: Coming, asking: Sequence[int]) -> Callable[[], Collection[int]]:
-        watches = self._members.is_lowest  # now: a newcomer may be lower
+        watches = self._members.is_lowest  # now: a joining rank may be lower
 
         def alive() -> Collection[int]:
             if watches:
@@ -231,7 +231,7 @@ class Admission:
         return Coming(dist.TCPStore(address.host, address.port, is_master=False), self._generation)
 
     def _begin_without(self, asking: Sequence[int], coming: Coming, error: RuntimeError) -> str:
-        """Inside an ``except`` block: all go on with those newcomers that have been ready in time.
+        """Inside an ``except`` block: all go on with those joining ranks that have been ready in time.
 
         Returns:
             Why not with all.
@@ -240,7 +240,7 @@ class Admission:
         if asking:
             coming.decide(asking, str(error))
         _, why = coming.decided() or ([], str(error))
-        met = self._place.meet("not all newcomers have come")
+        met = self._place.meet("not all joining ranks have come")
         for notice in met.notices:
             self._members.warn_once(notice)
         self._groups.rebuild_among_living(met.alive, self._place.meetings)
@@ -256,7 +256,7 @@ class Admission:
         self._invitations.clear()
         path, self._checkpoint = self._checkpoint, ""
         wrote, self._wrote = self._wrote, False
-        if path and (wrote or self._members.is_lowest):  # or who did has died; or a newcomer is lower
+        if path and (wrote or self._members.is_lowest):  # or who did has died; or a joining rank is lower
             with suppress(OSError):
                 self._trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
@@ -285,15 +285,15 @@ def wait_as_member(
     place: MeetingPlace,
     requests: JoinRequests,
 ) -> None:
-    """Returns when all newcomers are ready to train.
+    """Returns when all joining ranks are ready to train.
 
     Args:
         rank: this one.
-        asking: the newcomers.
+        asking: the joining ranks.
         before: the members, ascending.
         coming: where all find out what is decided.
         place: tells who is connected.
-        requests: of the lowest member, which has the newcomers' signs of life.
+        requests: of the lowest member, which has the joining ranks' signs of life.
 
     Raises:
         RuntimeError: somebody has died, or is silent; who begins nevertheless is decided.
@@ -320,12 +320,12 @@ def wait_as_member(
     _check(coming)
 
 
-def wait_as_newcomer(rank: int, members: Sequence[int], *, coming: Coming, place: MeetingPlace) -> None:
+def wait_as_joining_rank(rank: int, members: Sequence[int], *, coming: Coming, place: MeetingPlace) -> None:
     """As `wait_as_member`, for a rank that comes in and is connected.
 
     Args:
         rank: this one.
-        members: all ranks of the new process group; which of them are newcomers, too, need not be known.
+        members: all ranks of the new process group; which of them are joining ranks, too, need not be known.
         coming, place: see there.
     """
     beats, asked_s = Beats(coming.waited), -math.inf
@@ -334,7 +334,7 @@ def wait_as_newcomer(rank: int, members: Sequence[int], *, coming: Coming, place
         now_s = time.monotonic()
         if now_s - asked_s > _ASK_S:
             asked_s = now_s
-            others = {*members} - {*coming.come(members)}  # the members, and newcomers that still load
+            others = {*members} - {*coming.come(members)}  # the members, and joining ranks that still load
             if not others & {*place.alive()} - {*beats.silent(others, now_s, for_s=_MEMBER_S)}:
                 coming.decide(members, _why(others))
         time.sleep(_LOOK_S)
@@ -348,4 +348,4 @@ def _why(lost: set[int]) -> str:
 def _check(coming: Coming) -> None:
     decided = coming.decided()
     if decided is not None and decided[1]:
-        raise RuntimeError(f"not all newcomers have come: {decided[1]}")
+        raise RuntimeError(f"not all joining ranks have come: {decided[1]}")

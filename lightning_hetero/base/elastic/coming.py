@@ -1,8 +1,8 @@
-"""What newcomers and members say to each other, in the store where their new process group meets (layer L).
+"""What joining ranks and members say to each other, in the store where their new process group meets (layer L).
 
     key            who says it                                        what is said first holds
-    <rank>         newcomer: "come", or members, of it: "gone"        yes
-    ready/<rank>   newcomer: it has loaded all, and is connected
+    <rank>         joining rank: "come", or members, of it: "gone"    yes
+    ready/<rank>   joining rank: it has loaded all, and is connected
     waits/<rank>   whoever waits for the decision, again and again
     decision       anybody: who comes in, and why not all             yes
 
@@ -46,7 +46,7 @@ class Beats:
 
 
 class Coming:
-    """Whether newcomers come to a new process group, and with which of them all go on; see the module.
+    """Whether joining ranks come to a new process group, and with which of them all go on; see the module.
 
     Args:
         store: in which the members of the group find each other.
@@ -62,7 +62,7 @@ class Coming:
     # ---- to the new group -------------------------------------------------------------------------------------
 
     def comes(self, rank: int) -> bool:
-        """Says, for a newcomer, that it comes; returns whether it is waited for."""
+        """Says, for a joining rank, that it comes; returns whether it is waited for."""
         return self._store.compare_set(f"{self._prefix}/{rank}", "", "come") == b"come"
 
     def goes(self, rank: int) -> None:
@@ -80,14 +80,14 @@ class Coming:
             RuntimeError: it will not be made.
         """
         if (decided := self.decided()) is not None:
-            raise RuntimeError(f"the process group with newcomers is not made: {decided[1]}")
+            raise RuntimeError(f"the process group with joining ranks is not made: {decided[1]}")
         ranks = set(ranks)
         return ranks - self.gone(ranks)
 
     # ---- from there to training -------------------------------------------------------------------------------
 
     def ready(self, rank: int) -> None:
-        """Says, for a newcomer, that it can train."""
+        """Says, for a joining rank, that it can train."""
         self._store.set(f"{self._prefix}/ready/{rank}", "1")
 
     def come(self, ranks: Iterable[int]) -> list[int]:

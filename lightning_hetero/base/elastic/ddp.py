@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.coming import Coming
-from lightning_hetero.base.elastic.join import Invitation, Newcomer
+from lightning_hetero.base.elastic.join import Invitation, JoiningRank
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.base.nodes import gather_nodes
@@ -75,7 +75,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
     def __init__(self, **ddp: Any) -> None:
         super().__init__(**ddp)
         self._members: Members | None = None  # from `setup_distributed` on, also after the fit
-        self._newcomer: Newcomer | None = None  # this rank, on its way into a run of others
+        self._joining_rank: JoiningRank | None = None  # this rank, on its way into a run of others
         self._invitation: Invitation | None = None  # into that run
 
     @property
@@ -122,7 +122,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
         return self.cluster_environment.main_address
 
     def find_nodes(self) -> None:
-        """Notes on which node each member is; a collective of the members, but for a newcomer, who was told."""
+        """Notes on which node each member is; a collective of the members, but for a joining rank, who was told."""
         members, invitation = self.members, self._invitation
         if invitation is None:
             members.nodes = dict(zip(members.alive, gather_nodes(self.node_rank), strict=True))
@@ -138,21 +138,21 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
     def setup_distributed(self) -> None:
         """As in the base class, unless others are training already: then this rank joins them when an epoch ends."""
         assert self.cluster_environment is not None
-        trainer, newcomer = self._attached_trainer(), None
+        trainer, joining_rank = self._attached_trainer(), None
         self.set_world_ranks()
         fits_with_others = (
             trainer is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1
         )
         if fits_with_others and self.can_lose_ranks() and not dist.is_initialized():
-            newcomer = Newcomer.find(self.cluster_environment, self.global_rank)
-        if newcomer is None:
+            joining_rank = JoiningRank.find(self.cluster_environment, self.global_rank)
+        if joining_rank is None:
             super().setup_distributed()
             left = group_members()  # fewer than all, if a rank died in an earlier fit
             self.members.alive = tuple(range(self.world_size)) if left is None else left
             self.members.joining, self._invitation = False, None
             return
-        self.members.joining, self._newcomer = True, newcomer
-        self._invitation = newcomer.come(self._join_group)
+        self.members.joining, self._joining_rank = True, joining_rank
+        self._invitation = joining_rank.come(self._join_group)
         reset_seed()
         assert trainer is not None
         compat.resume_from(trainer, self._invitation.checkpoint)
@@ -170,7 +170,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
         )
 
     def share_start(self, model: nn.Module) -> None:
-        """Gives all ranks rank 0's parameters and buffers, as DDP does; a newcomer has those of its checkpoint."""
+        """Gives all ranks rank 0's parameters and buffers, as DDP does; a joining rank has those of its checkpoint."""
         if self.members.joining:
             return
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -192,9 +192,9 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
         super().teardown()
 
     def _has_come(self) -> None:
-        newcomer, self._newcomer = self._newcomer, None
-        if newcomer is not None:
-            newcomer.trains()
+        joining_rank, self._joining_rank = self._joining_rank, None
+        if joining_rank is not None:
+            joining_rank.trains()
 
     # ---- collectives ------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class MeetingPlace(Protocol):
 
     @property
     def address(self) -> _Address:
-        """Of the store there; a dataclass of plain values, with what else a newcomer must know of the engine."""
+        """Of the store there; a dataclass of plain values, with what else a joining rank must know of the engine."""
         ...
 
     def alive(self) -> Collection[int]:

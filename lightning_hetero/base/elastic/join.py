@@ -1,26 +1,27 @@
 """A rank that comes late, or comes again, into a run that is under way (layer L).
 
-    newcomer                                     members
+    joining rank                                 members
     is a run announced where all met at first?   rank 0 announced it when the server started
-    asks for an invitation, waits                epoch ends: somebody is missing; does he ask?  -> a checkpoint
+    asks for an invitation, waits                epoch ends: a rank is missing; does it ask?  -> a checkpoint
     <------------------------------------------- next epoch begins: where the invitation is
     reads it: a file of this user's alone
     says "come", and beats until it trains       wait for it, unless it has stopped to beat: they say "gone", if it
                                                  has not said "come" yet, and go on without it
-    all: new process group with the newcomer     cannot be made: members go on without, newcomers ask again
+    all: new process group                       cannot be made: members go on without, joining ranks ask again
     resumes from the checkpoint, connects
     says "ready" ------------------------------> decide: all are ready, or one has stopped to beat; without that one
                                                  another group is made; the epoch goes on      [coming]
 
-The newcomer resumes as from any checkpoint of Lightning's, so its counters, schedulers and callbacks are those of the
-others. The members wait for it before that epoch and nowhere else, and only when somebody has asked; whoever has died
-since does not answer when he is called, and is not invited.
+The joining rank resumes as from any checkpoint of Lightning's, so its counters, schedulers and callbacks are those of
+the others. The members wait for it before that epoch and nowhere else, and only when it has asked; a rank that has died
+since does not answer when it is called, and is not invited.
 
-Whoever reaches the port where the ranks met at first may read and write that store. So nothing in it is secret, and
-nothing is believed: the invitation, with the server's address and tokens and the checkpoint's name, is a file beside
-the checkpoint that only this user can have written and can read, and it repeats a number that the newcomer has chosen.
+Any process that reaches the port where the ranks met at first may read and write that store. So nothing in it is
+secret, and nothing is believed: the invitation, with the server's address and tokens and the checkpoint's name, is a
+file beside the checkpoint that only this user can have written and can read, and it repeats a number that the joining
+rank has chosen.
 
-Ranks started by somebody else than torchrun (which restarts all ranks instead) can join; rank 0 cannot: the store in
+Ranks started by something else than torchrun (which restarts all ranks instead) can join; rank 0 cannot: the store in
 which the others are found is at its address, and it is the one that waits for them there. A rank that comes when the
 run has ended waits for a new one, up to the strategy's timeout, as any rank does that is started alone.
 """
@@ -48,7 +49,7 @@ from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.store import host_store
 
 FIRST_GENERATION = 1 << 40
-"""Process groups built with newcomers are numbered from here, those after deaths by the meeting before."""
+"""Process groups built with joining ranks are numbered from here, those after deaths by the meeting before."""
 
 _RUN, _ASKS, _CALLED, _INVITED, _BEATS = (
     f"lightning_hetero/{name}" for name in ("run", "asks", "called", "invited", "beats")
@@ -60,12 +61,12 @@ _ANSWER_S = 3.0  # for somebody who waits to answer a call: it looks every `_PAU
 _READ_S = 2.0  # for somebody who waits to read that the run ends
 _SILENT_S = 30.0  # without any store: the run has ended
 _SEEN_S = 5.0  # for a file to be seen on another node
-_TRIES = 3  # of a newcomer, where no process group can be made with it
+_TRIES = 3  # of a joining rank, where no process group can be made with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Invitation:
-    """What a newcomer needs.
+    """What a joining rank needs.
 
     Attributes:
         checkpoint: file to resume from.
@@ -87,7 +88,7 @@ class Invitation:
 
         Args:
             path: of the file.
-            asked: what the newcomer has asked with.
+            asked: what the joining rank has asked with.
 
         Raises:
             OSError: there is such a file, or none can be made.
@@ -223,7 +224,7 @@ class JoinRequests:
         return left
 
     def invite(self, rank: int, invitation: Invitation, path: str) -> None:
-        """Lets a newcomer in.
+        """Lets a joining rank in.
 
         Args:
             rank: who has asked.
@@ -271,7 +272,7 @@ class JoinRequests:
                 self._unread(store, _INVITED, waiting, _READ_S)  # before the store ends with this process
 
 
-class Newcomer:
+class JoiningRank:
     """The side of a rank that finds a run under way.
 
     Attributes:
@@ -285,8 +286,8 @@ class Newcomer:
         self.invitation: Invitation | None = None
 
     @classmethod
-    def find(cls, environment: ClusterEnvironment, rank: int) -> Newcomer | None:
-        """Returns the newcomer that this process is, or None: it belongs to a run that is just starting."""
+    def find(cls, environment: ClusterEnvironment, rank: int) -> JoiningRank | None:
+        """Returns the joining rank that this process is, or None: it belongs to a run that is just starting."""
         if rank == 0 or launched_by_us() or isinstance(environment, TorchElasticEnvironment):
             return None
         if not environment.creates_processes_externally:
@@ -307,7 +308,7 @@ class Newcomer:
             RuntimeError: see `wait`; or no group could be made, time and again.
             PermissionError, OSError: see `wait`.
         """
-        threading.Thread(target=self._beat, name="newcomer", daemon=True).start()
+        threading.Thread(target=self._beat, name="joining-rank", daemon=True).start()
         tries = 0
         try:
             while True:

@@ -60,9 +60,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
                 " term to your losses there"
             )
         self.members = strategy.members
-        self.steps = LocalSteps(
-            trainer, device_of(strategy.root_device), shared.weight_in(self.module), self.events
-        )
+        device, weight_of = device_of(strategy.root_device), shared.weight_in(self.module)
+        self.steps = LocalSteps(trainer, device, weight_of, self.events)
         self.undo.callback(self.steps.compiles.close)
         self._averaging = Averaging(trainer, settings, self.channel)
         self.rounds = Rounds(
@@ -227,18 +226,14 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     def _row(self, states: float, tensors: object) -> ClientRow:
         """Returns what this rank tells the others when they meet; see `Averaging.meet`."""
-        steps, place, course = self.steps, self.binder.place, self.rounds.course
+        course, steps = self.rounds.course, self.steps
         assert course is not None
-        samples, batches, seconds = steps.measured
-        numbers = {
-            "epoch": compat.epoch_running(self.trainer), "batch": course.batch,
-            "weight": steps.weight, "made": steps.made,
-            "samples": samples, "steps": batches, "compute_s": seconds, "wait_s": steps.wait_s,
-            "passes": place.passes, "taken": place.taken,
-            "digest": digest_of(self.rounds.plan, tensors), "states": states,
-            "sigterm": bool(getattr(self.trainer, "received_sigterm", False)), "requeue": self._requeue.take(),
-        }  # fmt: skip
-        return ClientRow(**{name: float(number) for name, number in numbers.items()})
+        told_to_stop = bool(getattr(self.trainer, "received_sigterm", False))
+        where = compat.epoch_running(self.trainer), course.batch
+        did = steps.weight, steps.made, *steps.measured, steps.wait_s
+        digest = digest_of(self.rounds.plan, tensors)
+        numbers = *where, *did, *self.binder.place, digest, states, told_to_stop, self._requeue.take()
+        return ClientRow._make(map(float, numbers))
 
     # ---- begin and end ----------------------------------------------------------------------------------------
 

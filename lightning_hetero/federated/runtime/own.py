@@ -95,30 +95,23 @@ class OwnOrder:
             self._drawn = (number, draw(self._source, seed))
         return self._drawn[1]
 
-    def batch(self, place: DataPlace) -> tuple[list[Any], DataPlace]:
-        """Returns the loader's own batch at ``place``, and the place behind it."""
-        items = self.items(place.passes)
-        if place.taken >= len(items):  # of other data, which were more
-            place = DataPlace(place.passes + 1)
-            items = self.items(place.passes)
-        width = 1 if self.by_batch else self.batch_size
-        end = min(place.taken + width, len(items))
-        drawn = items[place.taken] if self.by_batch else items[place.taken : end]
-        over = end == len(items) or (self._drop_last and end + width > len(items))
-        return list(drawn), DataPlace(place.passes + 1) if over else DataPlace(place.passes, end)
+    def batch(self, place: DataPlace, size: int | None = None) -> tuple[list[Any], DataPlace]:
+        """Returns a batch from ``place`` on, and the place behind it.
 
-    def sized(self, place: DataPlace, samples: int) -> tuple[list[Any], DataPlace]:
-        """Returns a batch of ``samples`` from ``place`` on, beginning the data again if need be, and the place behind.
-
-        Samples that ``drop_last`` would leave out belong to the next batch.
+        Args:
+            place: where it begins; behind the data, if these were more before: in the next pass.
+            size: its samples, which begin the data again if need be; None: the loader's own batch. What ``drop_last``
+                would leave out belongs to the next batch of a given size.
         """
-        drawn: list[Any] = []
-        while len(drawn) < samples:
-            items, begin = self.items(place.passes), place.taken
-            end = begin + samples - len(drawn)
-            drawn += items[begin:end]
-            place = DataPlace(place.passes + 1) if end >= len(items) else DataPlace(place.passes, end)
-        return drawn, place
+        wanted, drawn = size or (1 if self.by_batch else self.batch_size), list[Any]()
+        while len(drawn) < wanted and (size is not None or not drawn):
+            items = self.items(place.passes)
+            part = items[place.taken : place.taken + wanted - len(drawn)]
+            drawn += part
+            end = place.taken + len(part)
+            over = end >= len(items) or (size is None and self._drop_last and end + wanted > len(items))
+            place = DataPlace(place.passes + 1) if over else DataPlace(place.passes, end)
+        return list(drawn[0]) if self.by_batch else drawn, place
 
 
 class OwnBatches(Sampler[list[Any]]):
@@ -160,11 +153,9 @@ class OwnBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         place, issued = self._next
-        order, size = self.order, self._size
         while True:
-            drawn, place = order.batch(place) if size is None else order.sized(place, size())
-            samples = len(drawn)
-            issued.append(Issued(samples, place))
+            drawn, place = self.order.batch(place, None if self._size is None else self._size())
+            issued.append(Issued(len(drawn), place))
             yield drawn
 
 

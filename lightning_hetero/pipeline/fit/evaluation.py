@@ -27,7 +27,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
 from lightning_hetero.pipeline.fit.leader_step import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.fit.wires import Fixed
+from lightning_hetero.pipeline.fit.wires import RunOnRank
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.step.attributes import (
@@ -69,13 +69,20 @@ class EvaluationBatches:
     """Runs evaluation steps of one run on one rank.
 
     Args:
-        fixed: of the run.
+        run: of this rank.
         logs: collects what the steps log.
+
+    Attributes:
+        leader: the rank that runs the steps of this one.
+        others: the other ranks whose steps it runs.
     """
 
-    def __init__(self, fixed: Fixed, logs: StepLogs) -> None:
-        self._module, self._channel, self._logs = fixed.module, fixed.channel, logs
-        self._wait, self._device = fixed.failures.wait_for_peer, fixed.settings.device
+    leader: int
+    others: list[int]
+
+    def __init__(self, run: RunOnRank, logs: StepLogs) -> None:
+        self._module, self._channel, self._logs = run.module, run.channel, logs
+        self._wait, self._device = run.failures.wait_for_peer, run.settings.device
         self._turn = 0
         self._unfinished = False
         self._shadows: dict[int, Shadow] = {}  # on the leader, of an evaluation: by the rank whose steps they are for
@@ -97,25 +104,7 @@ class EvaluationBatches:
         # Each group's ranks, its leader first, and its guests behind them.
         parties = [[*group.ranks, *at_rest[i :: len(plan.groups)]] for i, group in enumerate(plan.groups)]
         self._party = next(party for party in parties if rank in party)
-        self._leader = self._party[0]
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank runs the steps of its group."""
-        return self._leader == self._channel.rank
-
-    @property
-    def others(self) -> list[int]:
-        """The other ranks that have their steps run by the same leader, without it."""
-        return self._party[1:]
-
-    def tell(self, value: Any, rank: int | None = None) -> None:
-        """Sends what the module keeps to a rank of the group; None: to its leader."""
-        self._send(self._leader if rank is None else rank, value, "what training_step keeps on the module")
-
-    def hear(self, rank: int | None = None) -> Any:
-        """Receives what a rank of the group tells; None: its leader."""
-        return self._receive(self._leader if rank is None else rank)
+        self.leader, *self.others = self._party
 
     def expect(self) -> None:
         """An evaluation begins, on all ranks: `finish` is due, even if this rank has no batch."""
@@ -153,19 +142,18 @@ class EvaluationBatches:
 
     def _take_turn(self, call: _Call | None) -> _Answer:
         self._turn += 1
-        if self.leads:
+        if self.leader == self._channel.rank:
             return self._lead(call)
-        request: _Request | None = None
+        told: dict[Path, Any] = {}
         if call is not None:
-            told = numbers_of if self._begun else values_of
-            own = {path: value_at(self._module, path) for path in self._exchanged}
-            request = (*call, {**told(self._module, compat.module_attributes()), **own})
+            values = (numbers_of if self._begun else values_of)(self._module, compat.module_attributes())
+            told = {**values, **{path: value_at(self._module, path) for path in self._exchanged}}
             self._begun = True
-        self._send(self._leader, request, "the batch of an evaluation")
+        self.send(self.leader, call and (*call, told), "the batch of an evaluation")
         if self._runner is not None:
             self._runner.serve_evaluation(-self._turn)
-        answer: _Answer = self._receive(self._leader)
-        self._take(answer.changes, () if request is None else request[-1])
+        answer: _Answer = self.receive(self.leader)
+        self._take(answer.changes, told)
         return answer
 
     def _take(self, changes: Sequence[Change], told: Collection[Path]) -> None:
@@ -180,7 +168,7 @@ class EvaluationBatches:
                 self._exchanged.add(change.path)
                 if not _alike(change.before, value_at(self._module, change.path)):
                     raise RuntimeError(
-                        f"{name_of(change.path)} has been changed by an evaluation step on rank {self._leader}, which"
+                        f"{name_of(change.path)} has been changed by an evaluation step on rank {self.leader}, which"
                         f" runs those of rank {self._channel.rank} in a pipeline, and was another value there than on"
                         f" rank {self._channel.rank}. Keep it as an attribute of the LightningModule itself, or use"
                         " strategy='hetero_balanced'"
@@ -191,21 +179,19 @@ class EvaluationBatches:
         assert self._runner is not None
         clients: list[int] = []
         if not self._shadows and len(self._party) > 1:
-            self._shadows = {rank: Shadow(self._module, compat.module_attributes()) for rank in self._party[1:]}
+            self._shadows = {rank: Shadow(self._module, compat.module_attributes()) for rank in self.others}
             self._buffers = Buffers(self._module)
 
         def bodies() -> Iterator[tuple[int, Callable[[], Any]]]:
             for rank in self._party:
-                asked: _Request | None = None if call is None else (*call, {})
-                if rank != self._leader:
-                    asked = self._receive(rank)
+                asked: _Request | None = call and (*call, {})
+                if rank != self.leader and (asked := self.receive(rank)) is not None:
+                    self._shadows[rank].take(asked[-1])
                 if asked is None:
                     continue
-                if rank != self._leader:
-                    self._shadows[rank].take(asked[-1])
                 if call is None and asked[0] != "predict_step":
                     raise RuntimeError(
-                        f"rank {rank} has more batches for {asked[0]} than rank {self._leader}: all ranks need as many."
+                        f"rank {rank} has more batches for {asked[0]} than rank {self.leader}: all ranks need as many."
                         " Use a dataset with a length, or limit_val_batches and limit_test_batches"
                     )
                 clients.append(rank)
@@ -214,17 +200,17 @@ class EvaluationBatches:
         outputs = self._runner.evaluate(-self._turn, bodies(), samples=1, within=self._within)
         found = dict(zip(clients, outputs, strict=True))
         self._check_buffers()
-        for rank in self._party[1:]:
+        for rank in self.others:
             changes = self._shadows[rank].changes() if rank in found else []
             left = "".join(f", or what it has left in {name}," for name in {name_of(c.path): 0 for c in changes})
             answer = _Answer(found.get(rank), changes, not clients)
-            self._send(rank, answer, f"the output of an evaluation step{left}")
-        return _Answer(found.get(self._leader), [], not clients)
+            self.send(rank, answer, f"the output of an evaluation step{left}")
+        return _Answer(found.get(self.leader), [], not clients)
 
     def _check_buffers(self) -> None:
         if self._buffers is not None and (name := self._buffers.changed()) is not None:
             raise RuntimeError(
-                f"an evaluation step has changed the buffer {name} on rank {self._leader}, which in a pipeline runs the"
+                f"an evaluation step has changed the buffer {name} on rank {self.leader}, which in a pipeline runs the"
                 f" steps of the ranks {self._party}: the others would not have it, and here it is of all their batches."
                 " Use a torchmetrics object or a list, which belong to the rank whose batch it is; or"
                 " strategy='hetero_balanced'"
@@ -232,15 +218,13 @@ class EvaluationBatches:
 
     def _within(self, rank: int) -> AbstractContextManager[None]:
         """Inside, the module has the attributes of the rank whose step runs."""
-        return nullcontext() if rank == self._leader else self._shadows[rank].worn()
+        return nullcontext() if rank == self.leader else self._shadows[rank].worn()
 
     def _body(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int
     ) -> Callable[[], Any]:
-        own = rank == self._leader
-
         def body() -> Any:
-            logged_for = None if own or not args else args[0]
+            logged_for = None if rank == self.leader or not args else args[0]
             with acting_as(rank, name), self._logs.collecting(None, logged_for):
                 return getattr(self._module, name)(*args, **kwargs)
 
@@ -248,7 +232,8 @@ class EvaluationBatches:
 
     # ---- between ranks ---------------------------------------------------------------------------------------------
 
-    def _send(self, rank: int, value: Any, what: str) -> None:
+    def send(self, rank: int, value: Any, what: str) -> None:
+        """Sends a value to a rank; ``what`` it is, for an error."""
         try:
             data = packed(move_data_to_device(value, torch.device("cpu")))
         except Exception as error:
@@ -259,7 +244,8 @@ class EvaluationBatches:
             ) from error
         send(data, rank, self._channel.group, self._wait)
 
-    def _receive(self, rank: int) -> Any:
+    def receive(self, rank: int) -> Any:
+        """Returns what a rank sends, on this rank's device."""
         return move_data_to_device(receive(rank, self._channel.group, self._wait), self._device)
 
 

@@ -34,8 +34,8 @@ class GradientsAside:
     """
 
     def __init__(self, place: RankInPlan) -> None:
-        self._place, self._precision = place, place.fixed.trainer.precision_plugin
-        self.may_be_kept = is_overridden("optimizer_zero_grad", place.fixed.module)
+        self._place, self._precision = place, place.run.trainer.precision_plugin
+        self.may_be_kept = is_overridden("optimizer_zero_grad", place.run.module)
         self._before: dict[nn.Parameter, Tensor] = {}
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
@@ -53,7 +53,7 @@ class GradientsAside:
         might do something else, they are kept aside meanwhile.
         """
         self._before = {}
-        if compat.zeroes_now(self._place.fixed.trainer):
+        if compat.zeroes_now(self._place.run.trainer):
             self._place.here.gradients = False
             for p in self._place.held.own:
                 if p.grad is not None and self.may_be_kept:
@@ -62,7 +62,7 @@ class GradientsAside:
 
     def sum(self) -> None:
         """Ends the sums over the groups; all ranks agree whether a gradient scaler skips the step."""
-        self._place.finish_sums()
+        self._place.emulation.sums(self._place.held.sync)()
         if self.scale is not None:
             self._skips = self._place.held.sync.agree_nonfinite()
 
@@ -109,7 +109,7 @@ class GradientsAside:
             yield closure
             return
         params = optimizer.param_groups[0]["params"]
-        stand_in = nn.Parameter(torch.zeros(1, device=self._place.fixed.settings.device))
+        stand_in = nn.Parameter(torch.zeros(1, device=self._place.run.settings.device))
 
         def close() -> Any:
             result = closure()
@@ -144,7 +144,7 @@ class WholeNorms:
             norm_type: see `torch.linalg.vector_norm`.
         """
         mine = {id(p.grad): p for p in self._place.held.own if p.grad is not None}
-        by_name = {f"{p.held.name}.grad": p for p in self._place.fixed.module.parameters() if isinstance(p, StandIn)}
+        by_name = {f"{p.held.name}.grad": p for p in self._place.run.module.parameters() if isinstance(p, StandIn)}
         found = [by_name.get(g.held.name) if isinstance(g, StandIn) else mine.get(id(g)) for g in gradients]
         parameters = [p for p in found if p is not None]
         norms = self.each(parameters, norm_type) if found and len(parameters) == len(found) else None
@@ -160,22 +160,22 @@ class WholeNorms:
             RuntimeError: another rank has not asked for the same in time, or has failed.
         """
         place = self._place
-        plan, world = place.planned.plan, place.fixed.channel.world_size
-        module = set(map(id, place.fixed.module.parameters()))
+        plan, world = place.planned.plan, place.run.channel.world_size
+        module = set(map(id, place.run.module.parameters()))
         if len(plan.groups) == world or not all(id(p) in module for p in parameters):
             return None
         self._asked += 1
         name, before = f"norms/{self._asked}-", f"norms/{self._asked - 1}-"
         own = json.dumps(place.held.sync.own_norms(parameters, norm_type))
-        notes = place.fixed.failures.meet(own, world, PATIENCE_S, place=name, heed=True)
+        notes = place.run.failures.meet(own, world, PATIENCE_S, place=name, heed=True)
         if late := [rank for rank, note in enumerate(notes) if not note]:
             raise RuntimeError(
-                f"a norm of gradients in {place.here.hook()}: rank {place.fixed.channel.rank} asks for it, and rank(s)"
+                f"a norm of gradients in {place.here.hook()}: rank {place.run.channel.rank} asks for it, and rank(s)"
                 f" {late} did not in {PATIENCE_S:g} s. Each rank in a pipeline has the gradients of its own layers: let"
                 " all ranks call clip_grad_norm_, get_total_norm or grad_norm, also if only rank 0 uses the result; or"
                 " use strategy='hetero_balanced'"
             )
         if self._asked > 1:
-            place.fixed.failures.forget(before)
+            place.run.failures.forget(before)
         found = zip(*map(json.loads, notes), strict=True)
         return [next((norm for norm in norms if norm is not None), None) for norms in found]

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
-from lightning_hetero.data import Channel, LoaderSpec, Part
+from lightning_hetero.data import Channel, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout
 from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
@@ -51,6 +51,7 @@ class PipelineBinder(PartBinder[CutLoader]):
 
     Attributes:
         lag: batches drawn before the one that is trained, at most, on any rank.
+        plan: that the next batch is trained under, whatever it was drawn for; without groups before there is one.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PipelineBinder(PartBinder[CutLoader]):
     ) -> None:
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
         self._stream_mode = stream
-        self._plan: PipelinePlan | None = None
+        self.plan = PipelinePlan(groups=())
         self._whole = False
         self._learn: Callable[[DataLoader], Layout | None] | None = None
         self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
@@ -73,25 +74,20 @@ class PipelineBinder(PartBinder[CutLoader]):
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
-    def global_batch_of(self, loader: DataLoader | LoaderSpec) -> int:
-        """Returns the samples of a full global batch of a train loader, before it is processed; a collective.
-
-        Args:
-            loader: the user's, or what `inspect_loader` says of it; a loader with a batch sampler must be given itself.
+    def global_batch_of(self, loader: DataLoader) -> int:
+        """Returns the samples of a full global batch of the user's train loader, before it is processed; a collective.
 
         Raises:
             TypeError, ValueError: as `process`.
         """
         if isinstance(loader, Mapping | Sequence | CombinedLoader):
             raise TypeError(f"the train loader is a {type(loader).__name__} of loaders. {_SEVERAL}")
-        spec = loader if isinstance(loader, LoaderSpec) else self.inspect(loader)
+        spec = self.inspect(loader)
         self.orders.agree(spec)
         if spec.kind == "stream":
             self._require_stream()
         if spec.batch_size is not None:
             return self.orders.batch_of_all(spec)
-        if isinstance(loader, LoaderSpec):
-            raise TypeError("a batch sampler decides the size of its batches: pass the loader, not its LoaderSpec")
         return self.orders.order(loader, spec, 0).global_batch_size
 
     def settle(
@@ -104,20 +100,11 @@ class PipelineBinder(PartBinder[CutLoader]):
             whole: what a plan leaves in one piece stays so, also where it is larger than planned: batches may be of a
                 class that cannot be cut.
             learn: finds out how a loader's batches are cut, on all ranks; None: no need to know.
-
-        Raises:
-            ValueError: a plan without groups.
         """
-        if not plan.groups:
-            raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
-        self._plan, self._whole, self._learn = plan, whole, learn
+        self.plan, self._whole, self._learn = plan, whole, learn
         self._drawn_from = [((0, 0), plan)]
         for bound in self._bound:  # processed already, e.g. to count the steps
             bound.layout = None if learn is None else learn(users_own(bound.loader))
-
-    def follow(self, plan: PipelinePlan) -> None:
-        """Takes the plan that the next batch is trained under, whatever it was drawn for."""
-        self._plan = plan
 
     def draw_for(self, plan: PipelinePlan, begin: Position) -> None:
         """Divides by another plan's shares the batches from ``begin`` on, of which none has been drawn yet."""
@@ -129,13 +116,6 @@ class PipelineBinder(PartBinder[CutLoader]):
         ends = [at for at, _ in self._drawn_from[1:]] + [end]
         plans = [p for (at, p), until in zip(self._drawn_from, ends, strict=True) if at < end and begin < until]
         return {group.ranks[0] for plan in plans for group in plan.groups}
-
-    @property
-    def plan(self) -> PipelinePlan:
-        """The plan in force."""
-        if self._plan is None:
-            raise RuntimeError("a train batch was drawn before there was a plan; this is a bug of lightning_hetero")
-        return self._plan
 
     def process(self, loader: object) -> DataLoader:
         loader, spec, self.lag = self._inspect(loader)
@@ -173,9 +153,9 @@ class PipelineBinder(PartBinder[CutLoader]):
         if len(self._bound) > 1:
             raise TypeError(f"several train loaders. {_SEVERAL}")
         full = self._bound[0].full
-        if self._plan is not None and sum(group.samples for group in self._plan.groups) != full:
-            self._plan = resized(self._plan, full)
-            self._drawn_from = [((0, 0), self._plan)]
+        if self.plan.groups and sum(group.samples for group in self.plan.groups) != full:
+            self.plan = resized(self.plan, full)
+            self._drawn_from = [((0, 0), self.plan)]
 
     def _begin(self) -> tuple[int, int]:
         begun = super()._begin()
@@ -190,7 +170,6 @@ class PipelineBinder(PartBinder[CutLoader]):
         return self._bound[0].layout
 
     def split(self, bound: CutLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
-        assert self._drawn_from or self.plan
         groups = next(plan for at, plan in reversed(self._drawn_from) if at <= (epoch, step)).groups
         planned = [group.samples for group in groups]
         shares = [0] * self._channel.world_size

@@ -28,9 +28,9 @@ from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.fit.plan.planning import PlanResult
+from lightning_hetero.pipeline.fit.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
-from lightning_hetero.pipeline.fit.wires import Emulation, Fixed, Wires
+from lightning_hetero.pipeline.fit.wires import Emulation, RunOnRank, Wires
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
@@ -42,7 +42,7 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore, to_device
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
-from lightning_hetero.types import GroupPlan, PipelinePlan
+from lightning_hetero.types import GroupPlan, ModelCost, PipelinePlan
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
@@ -57,11 +57,11 @@ class Holdings:
         own: the parameters that this rank holds.
     """
 
-    def __init__(self, fixed: Fixed, ownership: Ownership, wires: Wires) -> None:
-        module, failures = fixed.module, fixed.failures
+    def __init__(self, run: RunOnRank, ownership: Ownership, wires: Wires) -> None:
+        module, failures = run.module, run.failures
         self.ownership = ownership
-        self.whole = WholeState(module, ownership, group=fixed.channel.group)
-        wait = partial(failures.wait, polled=device_of(fixed.settings.device).asynchronous)
+        self.whole = WholeState(module, ownership, group=run.channel.group)
+        wait = partial(failures.wait, polled=device_of(run.settings.device).asynchronous)
         self.sync = GradientSync(module, ownership, groups=wires.owners, least_bytes=_LEAST_BYTES, wait=wait)
         self.own = [p for p in module.parameters() if not p.is_meta]
 
@@ -70,11 +70,11 @@ class RankInPlan:
     """Takes this rank's place in a plan; the constructor is collective.
 
     Args:
-        fixed: of the run.
+        run: of this rank.
         planned: the plan, and what it was made from.
 
     Attributes:
-        fixed: as given.
+        run: as given.
         planned: the plan in force, and what it was made from.
         held: what follows from which rank holds what under it.
         group: of this rank; None for a rank at rest.
@@ -93,31 +93,31 @@ class RankInPlan:
     predicted_s: tuple[float, ...]
     elsewhere: set[int]
 
-    def __init__(self, fixed: Fixed, planned: PlanResult) -> None:
-        self.fixed, self.planned = fixed, planned
-        module, channel, device = fixed.module, fixed.channel, fixed.settings.device
-        ownership = fixed.ownership_under(planned.plan)
+    def __init__(self, run: RunOnRank, planned: PlanResult) -> None:
+        self.run, self.planned = run, planned
+        module, channel, device = run.module, run.channel, run.settings.device
+        ownership = run.ownership_under(planned.plan)
         share_initial(module, ownership, channel.group)
-        self.here = Here(channel.rank, partial(compat.running_hook, fixed.trainer))
-        prune(module, fixed.optimizers, ownership, self.here, device=device)
-        self.copies = [copy for _, copy in compat.averaging_callbacks(fixed.trainer)]
+        self.here = Here(channel.rank, partial(compat.running_hook, run.trainer))
+        prune(module, run.optimizers, ownership, self.here, device=device)
+        self.copies = [copy for _, copy in compat.averaging_callbacks(run.trainer)]
         self._undo = ExitStack()
         for copy in self.copies:
             share_initial(copy, ownership, channel.group)
             prune(copy, (), ownership, self.here)
             self._undo.enter_context(movable(copy))  # a callback moves its copy when averaging begins
-        to_device(module, fixed.optimizers, device)
-        self._wires = Wires(fixed, planned.plan)
-        self.logs = StepLogs(module, channel, wait=fixed.failures.wait)
-        self.emulation = Emulation(fixed)
+        to_device(module, run.optimizers, device)
+        self._wires = Wires(run, planned.plan)
+        self.logs = StepLogs(module, channel, wait=run.failures.wait)
+        self.emulation = Emulation(run)
         self.busy = self.emulation.paced(BusyTime(device))
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
-        self.evaluation = EvaluationBatches(fixed, self.logs)
-        self.held = Holdings(fixed, ownership, self._wires)
+        self.evaluation = EvaluationBatches(run, self.logs)
+        self.held = Holdings(run, ownership, self._wires)
         self.follow(planned)
-        if fixed.trainer.predicting:
+        if run.trainer.predicting:
             self.evaluation.expect()
 
     @property
@@ -126,9 +126,14 @@ class RankInPlan:
         return None if self.group is None else self.planned.plan.groups.index(self.group)
 
     @property
+    def costs(self) -> ModelCost:
+        """What layers cost; all alike where nothing was measured."""
+        return self.planned.model or unit_costs(self.run.backbone.names)
+
+    @property
     def leads(self) -> bool:
         """Whether this rank runs the training step of its group."""
-        return self.group is not None and self.group.ranks[0] == self.fixed.channel.rank
+        return self.group is not None and self.group.ranks[0] == self.run.channel.rank
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
@@ -152,38 +157,37 @@ class RankInPlan:
         if _structure(planned.plan) == _structure(self.planned.plan):
             self.follow(planned)
             return 0
-        new = self.fixed.ownership_under(planned.plan)
+        new = self.run.ownership_under(planned.plan)
         self._wires.prepare(planned.plan, new)
         migration = Migration(
-            self.fixed.module,
-            self.fixed.optimizers,
+            self.run.module,
+            self.run.optimizers,
             self.held.ownership,
             new,
             copies=self.copies,
             gradients=gradients,
-            device=self.fixed.settings.device,
-            group=self.fixed.channel.group,
-            wait=self.fixed.failures.wait,
-            wait_for_peer=self.fixed.failures.wait_for_peer,
+            device=self.run.settings.device,
+            group=self.run.channel.group,
+            wait=self.run.failures.wait,
+            wait_for_peer=self.run.failures.wait_for_peer,
             here=self.here,
         )
         self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
-        self.held = Holdings(self.fixed, new, self._wires)
+        self.held = Holdings(self.run, new, self._wires)
         self.follow(planned)
         return migration.size_bytes
 
     def follow(self, planned: PlanResult) -> None:
         """What follows from a plan besides; by itself for one of the same structure, between two batches."""
-        plan, rank, before = planned.plan, self.fixed.channel.rank, self.group
+        plan, rank, before = planned.plan, self.run.channel.rank, self.group
         called_before, self.planned = self.planned.calls, planned
         self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
-        model = planned.model or unit_costs(self.fixed.backbone.names)
-        others = self.fixed.backbone.layers[group.cuts[1] :] if group is not None and group.ranks[0] == rank else []
+        others = self.run.backbone.layers[group.cuts[1] :] if group is not None and group.ranks[0] == rank else []
         self.elsewhere = {id(part) for layer in others for part in layer.modules()}
         self.emulation.cluster = planned.cluster
         if isinstance(self.busy, EmulatedPace):
-            self.busy.parts = {} if group is None else parts_of(model, group, rank, planned.calls)
+            self.busy.parts = {} if group is None else parts_of(self.costs, group, rank, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
@@ -193,49 +197,49 @@ class RankInPlan:
             if self.runner is not None:
                 self.runner.close()
             self.runner = None if group is None else self._runner_of(group)
-        self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=self.fixed.channel.world_size)
+        self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=self.run.channel.world_size)
         self.evaluation.settle(plan, self.runner)
         self._hide_example()
 
     def _hide_example(self) -> None:
         """A forward pass of the whole module, as summaries and graphs make with this, has no layers to run on."""
-        module = self.fixed.module
+        module = self.run.module
         example = getattr(module, "example_input_array", None)
         if example is not None and any(len(group.ranks) > 1 for group in self.planned.plan.groups):
             module.example_input_array = None
             self._undo.callback(setattr, module, "example_input_array", example)
 
     def _times_of(self, group: GroupPlan) -> TimesOf:
-        model, cluster = self.planned.model or unit_costs(self.fixed.backbone.names), self.planned.cluster
+        costs, cluster = self.costs, self.planned.cluster
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
             part = replace(group, samples=sum(samples), micro_batches=samples)
-            return called(times_of(model, cluster, part), calls)
+            return called(times_of(costs, cluster, part), calls)
 
         return times
 
     def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
-        fixed, settings = self.fixed, self.fixed.settings
-        if isinstance(fixed.backbone, Undivided):
-            return WholeStep(failures=fixed.failures, seed=settings.seed, pace=self.busy)
+        run, settings = self.run, self.run.settings
+        if isinstance(run.backbone, Undivided):
+            return WholeStep(failures=run.failures, seed=settings.seed, pace=self.busy)
         for_all_plans = RunnerSettings(
-            rank=fixed.channel.rank,
+            rank=run.channel.rank,
             device=settings.device,
             seed=settings.seed,
-            failures=fixed.failures,
+            failures=run.failures,
             wire=self._wires.gloo,
             ways=self._wires.direct.by_peer,
             clock=self.emulation.clock,
             timeout_s=settings.timeout_s,
             pace=self.busy,
             checkpoint_layers=settings.planning.checkpoint_layers,
-            time_layers=fixed.watched and fixed.scenario is None,
+            time_layers=run.watched and run.scenario is None,
         )
         return StageRunner(
             for_all_plans,
-            fixed.backbone.layers,
+            run.backbone.layers,
             group=group,
-            cut=fixed.backbone.cut() if self.leads else None,
+            cut=run.backbone.cut() if self.leads else None,
             times=self._times_of(group),
             policy=partial(_policy, group),
             calls=self.planned.calls,
@@ -249,7 +253,7 @@ class RankInPlan:
         if not isinstance(self.runner, StageRunner):
             return [], []
         links, layer_s = self.runner.measured()
-        return links if self.fixed.scenario is None or self.fixed.settings.emulate_links else [], layer_s
+        return links if self.run.scenario is None or self.run.settings.emulate_links else [], layer_s
 
     def rest_s(self, step: int) -> float:
         """Returns what a computation that is always the same takes, if this rank rests and is watched; else 0 [s].
@@ -257,13 +261,13 @@ class RankInPlan:
         Args:
             step: batches trained so far; of an emulated device it tells how fast that is.
         """
-        if self.group is not None or not self.fixed.watched:
+        if self.group is not None or not self.run.watched:
             return 0.0
-        scenario, stretch = self.fixed.scenario, self.emulation.stretch(step)
+        scenario, stretch = self.run.scenario, self.emulation.stretch(step)
         if scenario is not None and scenario.emulated:
             return stretch
         if self._rest_probe is None:
-            self._rest_probe = RestProbe(self.fixed.settings.device)
+            self._rest_probe = RestProbe(self.run.settings.device)
         return self._rest_probe.seconds() * stretch
 
     def time_layers(self, now: bool) -> None:
@@ -271,18 +275,14 @@ class RankInPlan:
         if isinstance(self.runner, StageRunner):
             self.runner.time_layers(now)
 
-    def finish_sums(self) -> None:
-        """Ends the sums of gradients."""
-        self.emulation.sums(self.held.sync)()
-
     def refuse_kept(self) -> None:
         """Checks what layers keep of the first batch, where they are divided or may be; see there."""
-        if self.fixed.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
-            refuse_kept(self.fixed.backbone)
+        if self.run.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
+            refuse_kept(self.run.backbone)
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""
-        share_buffers(self.fixed.module, self.held.ownership, self._wires.owners)
+        share_buffers(self.run.module, self.held.ownership, self._wires.owners)
 
     def close(self) -> None:
         """Makes the module whole again on every rank, on the CPU; after a failure, does only what needs no peer."""
@@ -290,22 +290,22 @@ class RankInPlan:
         self.held.sync.close()
         self._undo.close()
         try:
-            if not self.fixed.failures.reported:
+            if not self.run.failures.reported:
                 self.evaluation.finish()
             if self.runner is not None:
                 self.runner.close()
-            if not self.fixed.failures.reported:
-                to_device(self.fixed.module, self.fixed.optimizers, torch.device("cpu"))
-                restore(self.fixed.module, self.fixed.optimizers, self.held.ownership, self.fixed.channel.group)
+            if not self.run.failures.reported:
+                to_device(self.run.module, self.run.optimizers, torch.device("cpu"))
+                restore(self.run.module, self.run.optimizers, self.held.ownership, self.run.channel.group)
                 for copy in self.copies:
-                    restore(copy, (), self.held.ownership, self.fixed.channel.group)
+                    restore(copy, (), self.held.ownership, self.run.channel.group)
         except Exception as error:
-            if not self.fixed.failures.reported:  # else there is a cause already, which this would hide
-                self.fixed.failures.report(error)
+            if not self.run.failures.reported:  # else there is a cause already, which this would hide
+                self.run.failures.report(error)
                 raise
         finally:
-            self._wires.close(failed=self.fixed.failures.reported)
-            if not self.fixed.failures.reported:
+            self._wires.close(failed=self.run.failures.reported)
+            if not self.run.failures.reported:
                 del self.copies, self.held  # Trainer's loaders still hold this place
 
 

@@ -81,7 +81,7 @@ def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
-_SECOND_PASS = (
+SECOND_PASS = (
     "in a pipeline a batch goes through the layers once per optimizer step. Use an optimizer with one pass, or"
     " strategy='hetero_balanced'"
 )
@@ -98,7 +98,7 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Bac
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if (passes := passes_per_step(optimizer)) > 1:
-            raise TypeError(f"{name}.step calls its closure {passes} times, but {_SECOND_PASS}")
+            raise TypeError(f"{name}.step calls its closure {passes} times, but {SECOND_PASS}")
         if not treats_each_by_itself(optimizer):
             raise TypeError(
                 f"{name}.step of one parameter depends on the gradients of others, such as by a norm over all of them,"
@@ -106,20 +106,6 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Bac
                 " parameter by itself (gradient_clip_val clips by the norm of the whole model), or"
                 " strategy='hetero_balanced'"
             )
-
-
-def refuse_second_pass(last: tuple[object, object] | None, part: object) -> None:
-    """Checks that a batch has not been trained on already.
-
-    Args:
-        last: of which the first is the part of the last batch.
-        part: of the batch that is about to be.
-
-    Raises:
-        TypeError: it has.
-    """
-    if last is not None and last[0] is part:
-        raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {_SECOND_PASS}")
 
 
 # ---- what layers keep of a forward pass for code outside of them, which in a pipeline is on another rank ----------

@@ -28,7 +28,7 @@ from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
-from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece, unit_costs
+from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.decide.replanning import (
     BatchReport,
     Changeover,
@@ -37,7 +37,7 @@ from lightning_hetero.pipeline.decide.replanning import (
     reporting_group,
 )
 from lightning_hetero.pipeline.fit.place import RankInPlan
-from lightning_hetero.pipeline.fit.plan.planning import tied_spans
+from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.objects import packed, unpacked
@@ -59,12 +59,7 @@ class RankZero:
     """
 
     def __init__(
-        self,
-        place: RankInPlan,
-        *,
-        controller: LyapunovController | None,
-        state: Mapping[str, Any],
-        whole: bool,
+        self, place: RankInPlan, *, controller: LyapunovController | None, state: Mapping[str, Any], whole: bool
     ) -> None:
         self._place, self.controller, self._whole = place, controller, whole
         self.begin_again(state)
@@ -79,7 +74,7 @@ class RankZero:
 
     def decide(self, part: Part, observe: Callable[[], Observation]) -> None:
         """A batch has been trained: its decision is put off until `catch_up`; the one before is due."""
-        if self._place.fixed.channel.rank != 0 or self.controller is None:
+        if self._place.run.channel.rank != 0 or self.controller is None:
             return
         self.catch_up()
         if not self._asked:
@@ -88,17 +83,17 @@ class RankZero:
             self._put_off = partial(self._decide, self._decider, observe(), part)
 
     def _started(self, controller: LyapunovController) -> Controller | None:
-        place, planned, settings = self._place, self._place.planned, self._place.fixed.settings.planning
+        place, planned, settings = self._place, self._place.planned, self._place.run.settings.planning
         try:
             started = controller.start(
-                planned.model or unit_costs(place.fixed.backbone.names),
+                place.costs,
                 planned.cluster,
                 planned.plan,
-                spans=tied_spans(place.fixed.module, place.fixed.backbone),
+                spans=tied_spans(place.run.module, place.run.backbone),
                 micro_batch_size=settings.micro_batch_size,
                 max_groups=settings.max_groups,
                 depth=settings.depth,
-                planned_batches=planned_batches(place.fixed.trainer),
+                planned_batches=planned_batches(place.run.trainer),
             )
         except ValueError as error:
             if settings.watched:
@@ -119,7 +114,7 @@ class RankZero:
     def _decide(self, decider: Controller, observation: Observation, part: Part) -> None:
         decision = decider.step(observation)
         if decision.queues:
-            self._place.fixed.events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
+            self._place.run.events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
         if decision.kind != "keep" or decision.outcome is not None:
             plan, planned = decision.plan, self._place.planned
             if self._whole and planned.model is not None:
@@ -152,7 +147,7 @@ class Replans:
     """
 
     def __init__(self, place: RankInPlan, *, rank_zero: RankZero, records: list[Replan]) -> None:
-        self._place, self._fixed, self._binder = place, place.fixed, place.fixed.binder
+        self._place, self._run, self._binder = place, place.run, place.run.binder
         self.rank_zero = rank_zero
         self._log = ReplanLog(records)
         self._jumps = Jumps()
@@ -258,9 +253,9 @@ class Replans:
         return unpacked(self._from_rank_zero(text if said else torch.empty(int(size), dtype=torch.uint8)))
 
     def _from_rank_zero(self, tensor: torch.Tensor) -> torch.Tensor:
-        work = dist.broadcast(tensor, src=0, group=self._fixed.channel.group, async_op=True)
+        work = dist.broadcast(tensor, src=0, group=self._run.channel.group, async_op=True)
         assert work is not None
-        self._fixed.failures.wait(work)
+        self._run.failures.wait(work)
         return tensor
 
     def _schedule(self, part: Part, decision: Decision) -> None:
@@ -268,12 +263,12 @@ class Replans:
         place, plan = self._place, decision.plan
         layers = place.planned.plan.groups[0].cuts[-1]
         full = self._total(place.planned.plan)
-        check_plan(plan, layers=layers, ranks=self._fixed.channel.world_size, global_batch=full)
+        check_plan(plan, layers=layers, ranks=self._run.channel.world_size, global_batch=full)
         now, lag = (part.epoch, part.step), self._binder.lag
         when = changeover(
             now,
             lag=lag,
-            window=self._fixed.trainer.accumulate_grad_batches,
+            window=self._run.trainer.accumulate_grad_batches,
             drawn_for=self._binder.leaders_drawn_for(now, (part.epoch, part.step + lag + 1)),
             leaders={group.ranks[0] for group in plan.groups},
             moves=decision.kind != "shares",
@@ -283,14 +278,14 @@ class Replans:
 
     def _change(self, part: Part, decision: Decision, gradients: bool) -> None:
         before, started_s = self._place.planned, time.perf_counter()
-        step = compat.batches_of_all_epochs(self._fixed.trainer)
+        step = compat.batches_of_all_epochs(self._run.trainer)
         note = Replan.of(decision, step)
         ticket = {
             "generation": [self.generation, decision.generation],
             "batch": [part.epoch, part.step, step],
             "shares": list(part.shares),
             "plan": hashlib.sha256(repr(decision.plan).encode()).hexdigest(),
-            "optimizer steps": self._fixed.trainer.global_step,
+            "optimizer steps": self._run.trainer.global_step,
         }
         try:
             sent_bytes = self._place.apply(replace(before, plan=decision.plan), ticket, gradients=gradients)
@@ -299,7 +294,7 @@ class Replans:
             note = replace(note, cancelled=str(error))
             self.rank_zero.withdraw(decision.generation)
         else:
-            self._binder.follow(decision.plan)
+            self._binder.plan = decision.plan
             self.generation = decision.generation
             self._log.in_force()
             self._moved_bytes += sent_bytes
@@ -307,12 +302,12 @@ class Replans:
         self.paused_s += time.perf_counter() - started_s
         note = replace(note, pause_s=self.paused_s)
         self._log.records.append(note)
-        if self._fixed.channel.rank == 0:
+        if self._run.channel.rank == 0:
             data = asdict(note)
             del data["step"], data["realised_gain"]
             data |= {"predicted_s": decision.predicted_s, "plan": plan_to_plain(decision.plan)}
             data |= {"cost_gain": dict(decision.cost_gain), "queues": dict(decision.queues)}
-            self._fixed.events.note("decision", part.epoch, part.step, data)
+            self._run.events.note("decision", part.epoch, part.step, data)
 
     def _stay(self, part: Part, plan: PipelinePlan, error: CancelledError) -> None:
         """Goes on with the plan in force, if what has been read for the other one can be computed under it.
@@ -329,8 +324,8 @@ class Replans:
         self._binder.draw_for(plan, free)
 
     def _note_outcome(self, part: Part, found: Mapping[str, Any]) -> None:
-        if found and self._fixed.channel.rank == 0:
-            self._fixed.events.note("outcome", part.epoch, part.step, found)
+        if found and self._run.channel.rank == 0:
+            self._run.events.note("outcome", part.epoch, part.step, found)
 
     def metrics(self) -> dict[str, float]:
         """Returns what has become of changes so far, the same on all ranks; nothing without a controller."""

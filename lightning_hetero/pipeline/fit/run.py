@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,61 +13,47 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.run import EngineRun, gloo_group
+from lightning_hetero.base.run import gloo_group
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
-from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.fit.gradients import PATIENCE_S, WholeNorms
 from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
-from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import RankInPlan
-from lightning_hetero.pipeline.fit.plan.fitting import agree_layout
-from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.planning import PlanResult
+from lightning_hetero.pipeline.fit.rehearsal import agree_layout
 from lightning_hetero.pipeline.fit.replans import RankZero, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
-from lightning_hetero.pipeline.fit.wires import Fixed
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.fit.wires import PipelineSettings, RunOnRank
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.one_round import start_sum
-from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import StepReport
 
 
-class PipelineRun(EngineRun[PipelineBinder]):
-    """One fit, validation, test or prediction on one rank. The default process group exists.
+class PipelineRun(RunOnRank):
+    """One fit, validation, test or prediction on one rank.
 
     Args:
-        trainer: the running trainer.
-        settings: the same on all ranks, but for the device.
+        trainer, settings: see `RunOnRank`.
 
     Attributes:
         place: in the plan, once there is one.
         batches: of training, from then on.
         replans: changes of plan, so far.
-        scenario: set where a `ThrottleCallback` emulates: stages sleep for their part.
-        scenario_step: returns the scenario's step from the number of batches trained so far.
     """
 
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
-        super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
-        self.settings = settings
-        store = run_store(self.channel, settings.main_address, settings.timeout)
-        self.failures = FailureBoard(store, self.channel.rank, answer_s=settings.timeout_s)
-        self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
-        self.scenario: Scenario | None = None
-        self.scenario_step: Callable[[int], int] = int
+        super().__init__(trainer, settings)
         self.place: RankInPlan | None = None
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
         self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
-        self._met: tuple[WholeState | None] | None = None  # what the ranks save with that met after an exception
         self._requeue: RequeueTogether | None = None
         self.undo.callback(guard_groups())
         if self.fitting:
@@ -103,37 +89,30 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
         controller = self.settings.controller if self.fitting else None
-        cuts = controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups)
         learn = partial(
             agree_layout,
             module=self.module,
             channel=self.channel,
-            leader=planned.plan.groups[0].ranks[0] if planned.plan.groups else 0,
+            leader=planned.plan.groups[0].ranks[0],
             device=self.settings.device,
             to_device=to_device,
-            needed=cuts,
+            needed=controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups),
         )
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
-        fixed = Fixed(
-            trainer=self.trainer,
-            backbone=backbone,
-            optimizers=optimizers if self.fitting else (),
-            binder=self.binder,
-            events=self.events,
-            settings=self.settings,
-            channel=self.channel,
-            failures=self.failures,
-            scenario=self.scenario if self.fitting else None,
-            scenario_step=self.scenario_step,
-            watched=controller is not None,
-        )
-        self.place = place = RankInPlan(fixed, planned)
+        self.backbone, self.watched = backbone, controller is not None
+        if self.fitting:
+            self.optimizers = optimizers
+        else:
+            self.scenario = None
+        self.place = place = RankInPlan(self, planned)
         self.undo.enter_context(rank_zero_acts(self.channel.rank))
         norms = WholeNorms(place)
         self.undo.enter_context(compat.norms_by(norms.total, norms.each))
         if self.channel.rank == 0 and self.fitting:
-            self.events.note("plan", 0, 0, _plan_data(planned))
+            model = None if planned.model is None else model_to_plain(planned.model)
+            made_from = {"cluster": cluster_to_plain(planned.cluster), "profile": model, "seconds": planned.seconds}
+            self.events.note("plan", 0, 0, {"plan": plan_to_plain(planned.plan), **made_from})
 
         rank_zero = RankZero(place, controller=controller, state=self._decided, whole=whole)
         replans = Replans(place, rank_zero=rank_zero, records=self.replans)
@@ -165,11 +144,12 @@ class PipelineRun(EngineRun[PipelineBinder]):
         assert self.place is not None
         if self.trainer.state.status != TrainerStatus.INTERRUPTED:
             return self.place.held.whole
-        if self._met is None:
-            self._met = (self._meet(self.place),)
-        return self._met[0]
+        return self._met
 
-    def _meet(self, place: RankInPlan) -> WholeState | None:
+    @cached_property
+    def _met(self) -> WholeState | None:
+        """What the ranks that meet after an exception save with; they meet once."""
+        assert self.place is not None
         self.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
         here = f"epoch {self.trainer.current_epoch}, {self.trainer.global_step} optimizer steps"
         notes = self.failures.meet(here, self.channel.world_size, min(PATIENCE_S, self.settings.timeout_s))
@@ -178,7 +158,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             why = f"rank(s) {missing} did not come to save" if missing else f"the ranks stand at {notes}"
             rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
             return None
-        return WholeState(self.module, place.held.ownership, group=gloo_group(self.settings.timeout))
+        return WholeState(self.module, self.place.held.ownership, group=gloo_group(self.settings.timeout))
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
@@ -257,12 +237,3 @@ class PipelineRun(EngineRun[PipelineBinder]):
         finally:
             self.failures.leave(self.channel.world_size, hosts=self.channel.rank == 0)
             super().close()
-
-
-def _plan_data(planned: PlanResult) -> dict[str, Any]:
-    return {
-        "plan": plan_to_plain(planned.plan),
-        "cluster": cluster_to_plain(planned.cluster),
-        "profile": None if planned.model is None else model_to_plain(planned.model),
-        "seconds": planned.seconds,
-    }

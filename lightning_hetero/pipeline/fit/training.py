@@ -26,11 +26,10 @@ from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
 from lightning_hetero.pipeline.fit.gradients import GradientsAside
-from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
-from lightning_hetero.pipeline.fit.leader_step import acting_as, same_settings
+from lightning_hetero.pipeline.fit.leader_step import KeptBySteps, MemberOutputs, acting_as, same_settings
 from lightning_hetero.pipeline.fit.place import RankInPlan
-from lightning_hetero.pipeline.fit.plan.planning import declared_calls
-from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
+from lightning_hetero.pipeline.fit.planning import declared_calls
+from lightning_hetero.pipeline.fit.refusals import SECOND_PASS
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
@@ -53,9 +52,9 @@ class TrainBatches:
     """
 
     def __init__(self, place: RankInPlan, replans: Replans, requeue: RequeueTogether | None) -> None:
-        self._place, self._fixed, self.replans, self._requeue = place, place.fixed, replans, requeue
-        self._trainer, self._module, self._binder = self._fixed.trainer, self._fixed.module, self._fixed.binder
-        self._kept = KeptBySteps(self._module, self._fixed.channel.rank, self._fixed.backbone.layers)
+        self._place, self._run, self.replans, self._requeue = place, place.run, replans, requeue
+        self._trainer, self._module, self._binder = self._run.trainer, self._run.module, self._run.binder
+        self._kept = KeptBySteps(self._module, self._run.channel.rank, self._run.backbone.layers)
         self.gradients = GradientsAside(place)
         self.part: Part | None = None
         self.sigterm = self.in_step = False
@@ -85,27 +84,28 @@ class TrainBatches:
                 self._place.follow(replace(planned, calls=calls))
         self.replans.begin(self.part, gradients=self.gradients.may_be_kept)
 
-    def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
+    def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.
 
         Args:
             batch: this rank's part, or a dummy.
             args, kwargs: further arguments of ``training_step``.
-            accumulates: gradients stay on the ranks; a later batch synchronises them.
         """
-        refuse_second_pass(self._last, self.part)
+        if self._last is not None and self._last[0] is self.part:
+            raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {SECOND_PASS}")
         self.in_step = True
         try:
-            return self._train(batch, args, kwargs, accumulates=accumulates)
+            return self._train(batch, args, kwargs)
         except RuntimeError:
             self._place.refuse_kept()  # whose graphs end somewhere else
             raise
         finally:
             self.in_step = False
 
-    def _train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
+    def _train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         place, part = self._place, self.part
         assert part is not None
+        accumulates = compat.accumulates_now(self._trainer)  # gradients stay here, a later batch synchronises them
         started_s = time.perf_counter()
         step = compat.batches_of_all_epochs(self._trainer)
         sizes, first = self._binder.micro_batches(part, place.group_index)
@@ -116,7 +116,7 @@ class TrainBatches:
         self.gradients.begin()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for no other rank.
-        arm = None if accumulates or self._fixed.scenario is not None else place.held.sync.arm
+        arm = None if accumulates or self._run.scenario is not None else place.held.sync.arm
         self._kept.watch(self.replans.generation, leads=place.leads)
         outputs: list[Any] = []
         if place.runner is not None and sizes:
@@ -136,9 +136,9 @@ class TrainBatches:
         place.busy.end()
         if not accumulates:
             place.held.sync.launch()
-        rest_s, losses = place.rest_s(step), place.logs.read([loss_of(output) for output in outputs])
+        losses = place.logs.read([loss_of(output) for output in outputs])
         busy_s, sent_s = place.busy.busy_s, time.perf_counter()
-        told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
+        told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s)
         receive = self._send(losses, weights, told)
         self.replans.rank_zero.catch_up()
         if not accumulates:
@@ -148,7 +148,7 @@ class TrainBatches:
         ended_s = time.perf_counter()
         self._exchange_s, self._last = ended_s - sent_s, (part, told)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": ended_s - started_s - busy_s}
-        self._fixed.events.note("step", part.epoch, part.step, data)
+        self._run.events.note("step", part.epoch, part.step, data)
         self.replans.observe(step, part, told, paused_s, news=news)
         if not outputs:
             return {"loss": loss}
@@ -164,14 +164,15 @@ class TrainBatches:
 
     def epoch_ended(self) -> None:
         """All batches of an epoch have been trained, and its hooks come; collective in each group."""
-        self._kept.share_out(self._place.evaluation)
+        group = self._place.evaluation
+        self._kept.share_out(group.leader, group.others, group.send, group.receive)
 
     def outputs(self, outputs: Any) -> Any:
         """Returns what hooks are given of a batch."""
         place = self._place
         if place.leads or place.group is None or not isinstance(outputs, dict):
             return outputs
-        return MemberOutputs(outputs, rank=self._fixed.channel.rank, leader=place.group.ranks[0])
+        return MemberOutputs(outputs, rank=self._run.channel.rank, leader=place.group.ranks[0])
 
     # ---- a leader's micro-batches ------------------------------------------------------------------------------
 
@@ -188,34 +189,40 @@ class TrainBatches:
             acts, logs = acting_as(self._place.group_index or 0, "training_step"), self._place.logs.collecting(samples)
             with acts, logs, self._kept.step():
                 output = self._module.training_step(batch, *args, **kwargs)
-            return self._kept.returned(output)
+            if output is None:
+                raise RuntimeError(
+                    f"training_step returned None on rank {self._run.channel.rank}: to skip a batch so is not"
+                    " supported in a pipeline (nor by stock DDP), because the other ranks would wait for its gradients."
+                    " Return a loss that is zero, e.g. 0.0 * output.sum(), or leave such samples out of the dataset"
+                )
+            return output
 
         return body
 
     def _weights(self, batches: Sequence[Any], sizes: Sequence[int], part: Part) -> list[float]:
         """Returns each micro-batch's weight in the gradient; with token weights collective."""
         place, each = self._place, 1.0 / self._trainer.accumulate_grad_batches
-        if self._fixed.settings.shared.loss_reduction == "sum":
-            return [each / self._fixed.channel.world_size] * len(sizes)
-        weigh = self._fixed.settings.shared.weight_in(self._module)
+        if self._run.settings.shared.loss_reduction == "sum":
+            return [each / self._run.channel.world_size] * len(sizes)
+        weigh = self._run.settings.shared.weight_in(self._module)
         if weigh is None:
             return [each * size / sum(part.shares) for size in sizes]
         own = place.logs.read([w if isinstance(w, Tensor) else float(w) for w in map(weigh, batches)])
-        total = self._fixed.channel.sum_async(sum(own))()
+        total = self._run.channel.sum_async(sum(own))()
         return [each * weight / total if total > 0 else 0.0 for weight in own] or [0.0] * len(sizes)
 
     # ---- what all ranks tell one another of a batch ------------------------------------------------------------
 
-    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> BatchReport:
+    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float) -> BatchReport:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
-        rank, links, layer_s = self._fixed.channel.rank, *place.measured()
+        rank, links, layer_s = self._run.channel.rank, *place.measured()
         return BatchReport.of_rank(
             rank,
-            self._fixed.channel.world_size,
+            self._run.channel.world_size,
             place.planned.plan.groups[0].cuts[-1],
             (float(samples), busy_s, wait_s, self._exchange_s),
-            rest_s=rest_s,
+            rest_s=place.rest_s(batch),
             links=links,
             first_layer=0 if place.group is None else place.group.cuts[place.group.ranks.index(rank)],
             layer_s=layer_s,
@@ -226,11 +233,10 @@ class TrainBatches:
         own = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) if losses else 0.0
         numbers = (
             own * self._trainer.accumulate_grad_batches,
-            self.replans.generation,
             self.replans.paused_s,
             self._trainer.should_stop,
             0 if self._requeue is None else self._requeue.take(),
-            self._fixed.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
+            self._run.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
             bool(self.replans.rank_zero.unsaid),
             self._kept.counts_batches,
         )
@@ -241,9 +247,7 @@ class TrainBatches:
     ) -> tuple[BatchReport, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
-        channel, number = self._fixed.channel, self.replans.generation
-        rank, world = channel.rank, channel.world_size
-        loss, numbers, paused_s, stops, signal, sigterm, news, holds, *sums = receive()
+        loss, paused_s, stops, signal, sigterm, news, holds, *sums = receive()
         self.sigterm = self.sigterm or bool(sigterm)
         if self._requeue is not None:
             self._requeue.hear(signal)
@@ -251,10 +255,5 @@ class TrainBatches:
             self._trainer.should_stop = True
         if holds:
             self.replans.hold()
-        if numbers != number * world:
-            raise RuntimeError(
-                f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
-                " this is a bug of lightning_hetero"
-            )
-        loss = torch.full((), loss, device=self._fixed.settings.device, dtype=torch.float32)
-        return replace(told, numbers=sums), loss, paused_s / world, bool(news)
+        of_all = torch.full((), loss, device=self._run.settings.device, dtype=torch.float32)
+        return replace(told, numbers=sums), of_all, paused_s / self._run.channel.world_size, bool(news)

@@ -1,21 +1,24 @@
-"""What stays as it is while a run lasts, the ways between its ranks, and what is emulated of them (layer L)."""
+"""What stays as it is while a run lasts: settings, the ways between ranks, what is emulated of them (layer L)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
-from lightning_hetero.base.run import EventLog, gloo_group
+from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.run import EngineRun, gloo_group
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
 from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
@@ -24,45 +27,100 @@ from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.transport.side_channel import SideChannel
-from lightning_hetero.types import Cluster, PipelinePlan
+from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.transport.store import run_store
+from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fixed:
-    """What stays as it is while a run lasts.
+class PlanSettings:
+    """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`.
 
     Attributes:
-        trainer: the running trainer; its module is whole at first.
-        backbone: the module's layers.
-        optimizers: over all parameters; none, if nothing is trained.
-        binder: of the train loader.
-        events: of this rank.
-        settings: of the run.
-        channel: over all ranks.
+        watched: a controller is to go on from ``plan``, and needs costs.
+    """
+
+    cluster: Cluster | Literal["probe"] | None = None
+    profile: ModelCost | None = None
+    plan: PipelinePlan | None = None
+    micro_batch_size: int | None = None
+    max_groups: int | None = None
+    depth: Literal["auto"] | DepthRule = "auto"
+    checkpoint_layers: bool = False
+    watched: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """What a run follows: the strategy's own arguments, see `HeteroPipelineStrategy`, and where it runs.
+
+    Attributes:
+        device: of this rank's layers.
+        process_group_backend: of the groups that sum gradients.
+        main_address: of the host that rank 0 is on.
+        controller: decides on other plans while a fit trains; None: nothing does.
+    """
+
+    shared: SharedSettings
+    planning: PlanSettings
+    backbone: str | Sequence[str] | None
+    emulate_links: bool
+    seed: int
+    stream: Literal["shared"] | None
+    device: torch.device
+    process_group_backend: str | None
+    timeout: timedelta | None
+    main_address: str
+    controller: LyapunovController | None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long this rank waits for what another one owes it; torch's own default if ``timeout`` is None."""
+        return 1800.0 if self.timeout is None else self.timeout.total_seconds()
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, as words."""
+        return {
+            **{name: repr(getattr(self.planning, name)) for name in PlanSettings.__slots__},
+            "global_batch_size": str(self.shared.global_batch_size),
+            "loss_reduction": self.shared.loss_reduction,
+            "backbone": repr(self.backbone),
+            "seed": str(self.seed),
+        }
+
+
+class RunOnRank(EngineRun[PipelineBinder]):
+    """What stays as it is while a run lasts, on one rank. The default process group exists.
+
+    Args:
+        trainer: the running trainer.
+        settings: the same on all ranks, but for the device.
+
+    Attributes:
+        settings: as given.
         failures: of the run.
-        scenario: that stages sleep for, where training is emulated.
+        scenario: that stages sleep for, where a `ThrottleCallback` emulates training.
         scenario_step: returns the scenario's step from the number of batches trained so far.
+        backbone: the module's layers; the module is whole at first.
+        optimizers: over all parameters; none, if nothing is trained.
         watched: a controller decides on other plans, by what is measured.
     """
 
-    trainer: Trainer
     backbone: Backbone
-    optimizers: Sequence[torch.optim.Optimizer]
-    binder: PipelineBinder
-    events: EventLog
-    settings: PipelineSettings
-    channel: SideChannel
-    failures: FailureBoard
-    scenario: Scenario | None
-    scenario_step: Callable[[int], int] = int
-    watched: bool
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    watched = False
 
-    @property
-    def module(self) -> LightningModule:
-        return self.trainer.lightning_module
+    def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
+        super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
+        self.settings = settings
+        store = run_store(self.channel, settings.main_address, settings.timeout)
+        self.failures = FailureBoard(store, self.channel.rank, answer_s=settings.timeout_s)
+        self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
+        self.scenario: Scenario | None = None
+        self.scenario_step: Callable[[int], int] = int
 
     def ownership_under(self, plan: PipelinePlan) -> Ownership:
+        """Returns which rank holds what under a plan."""
         return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
 
 
@@ -70,7 +128,7 @@ class Wires:
     """The ways between ranks, of one run; the constructor is collective.
 
     Args:
-        fixed: of the run.
+        run: of this rank.
         plan: that the run begins with.
 
     Attributes:
@@ -79,8 +137,8 @@ class Wires:
         owners: the process groups of those that hold the same.
     """
 
-    def __init__(self, fixed: Fixed, plan: PipelinePlan) -> None:
-        settings, channel = fixed.settings, fixed.channel
+    def __init__(self, run: RunOnRank, plan: PipelinePlan) -> None:
+        settings, channel = run.settings, run.channel
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
         self._timeout = settings.timeout
         self.gloo: dist.ProcessGroup | None = None
@@ -120,7 +178,7 @@ class Emulation:
     """Wraps what a rank computes and sends; leaves alone what is not emulated.
 
     Args:
-        fixed: of the run.
+        run: of this rank.
 
     Attributes:
         cluster: whose links count; of the plan in force.
@@ -128,22 +186,22 @@ class Emulation:
 
     cluster: Cluster
 
-    def __init__(self, fixed: Fixed) -> None:
-        self._fixed, self._rank = fixed, fixed.channel.rank
-        self._links = fixed.settings.emulate_links
+    def __init__(self, run: RunOnRank) -> None:
+        self._run, self._rank = run, run.channel.rank
+        self._links = run.settings.emulate_links
 
     def paced(self, busy: BusyTime) -> BusyTime | EmulatedPace:
         """Returns what takes an emulated device's time."""
-        fixed = self._fixed
-        if fixed.scenario is None:
+        run = self._run
+        if run.scenario is None:
             return busy
-        return EmulatedPace(busy, fixed.scenario, self._rank, step_of=fixed.scenario_step)
+        return EmulatedPace(busy, run.scenario, self._rank, step_of=run.scenario_step)
 
     def clock(self, peer: int) -> LinkClock | SlowClock:
         """Returns what times that which comes from a neighbour, global rank."""
         if not self._links:
             return LinkClock()
-        return SlowClock(LinkClock(), self.cluster.links[peer][self._rank], self._fixed.failures.check)
+        return SlowClock(LinkClock(), self.cluster.links[peer][self._rank], self._run.failures.check)
 
     def sums(self, sync: GradientSync) -> Callable[[], None]:
         """Returns what ends the sums of gradients; over emulated links they take their time, behind the real ones."""
@@ -159,5 +217,5 @@ class Emulation:
 
     def stretch(self, step: int) -> float:
         """Returns how many times slower than in reality this rank is in a step."""
-        fixed = self._fixed
-        return 1.0 if fixed.scenario is None else fixed.scenario.stretch(self._rank, fixed.scenario_step(step))
+        run = self._run
+        return 1.0 if run.scenario is None else run.scenario.stretch(self._rank, run.scenario_step(step))

@@ -57,48 +57,32 @@ _ONE_RANK = "One rank has nobody to be compared with."
 
 
 class _View(NamedTuple):
-    """A part of the page: its anchor, title, question, and from how many ranks with measured steps on it is drawn."""
+    """A part of the page; ``ranks``: from so many ranks with measured steps on it is drawn."""
 
     name: str
     title: str
-    question: str
     ranks: int
     draw: Callable[[RunFacts], views.Drawn]
+    question: str
 
 
-_COMPARE = _View("compare", "Run A and run B", "Did it help?", 0, engine_views.compare)
+_COMPARE = _View("compare", "Run A and run B", 0, engine_views.compare, "Did it help?")
 _VIEWS = (
-    _View(
-        "timeline", "Time lines", "Who works, who waits, and what would an even split look like?", 2, views.timeline
-    ),
-    _View(
-        "spent",
-        "Where the time went",
-        "How much of each rank's time is work, exchange and waiting, and for whom?",
-        1,
-        views.spent,
-    ),
-    _View("stages", "Ranks and stages of a step", "Is it one rank, one stage, or all?", 2, views.stages),
-    _View("what-if", "What if", "What would another engine win, a mended rank, or fewer cards?", 2, views.what_if),
-    _View(
-        "shares", "Shares and decisions", "What was decided, why, and did it give what it promised?", 1, views.shares
-    ),
-    _View(
-        "scores",
-        "Slow ranks, slow times",
-        "Is it one rank, one stretch of time, or all; beside the others, or beside itself?",
-        2,
-        views.scores,
-    ),
-    _View(
-        "pipeline", "Pipeline", "What does each stage do when, and is a stage slower than planned?", 0,
-        engine_views.pipeline,
-    ),
-    _View(
-        "staleness", "Staleness and server", "How old were the parameters, and does the server keep up?", 0,
-        engine_views.staleness,
-    ),
-    _View("budget", "Budget", "Is the budget kept, and when did it press?", 0, engine_views.budget),
+    _View("timeline", "Time lines", 2, views.timeline,
+          "Who works, who waits, and what would an even split look like?"),
+    _View("spent", "Where the time went", 1, views.spent,
+          "How much of each rank's time is work, exchange and waiting, and for whom?"),
+    _View("stages", "Ranks and stages of a step", 2, views.stages, "Is it one rank, one stage, or all?"),
+    _View("what-if", "What if", 2, views.what_if, "What would another engine win, a mended rank, or fewer cards?"),
+    _View("shares", "Shares and decisions", 1, views.shares,
+          "What was decided, why, and did it give what it promised?"),
+    _View("scores", "Slow ranks, slow times", 2, views.scores,
+          "Is it one rank, one stretch of time, or all; beside the others, or beside itself?"),
+    _View("pipeline", "Pipeline", 0, engine_views.pipeline,
+          "What does each stage do when, and is a stage slower than planned?"),
+    _View("staleness", "Staleness and server", 0, engine_views.staleness,
+          "How old were the parameters, and does the server keep up?"),
+    _View("budget", "Budget", 0, engine_views.budget, "Is the budget kept, and when did it press?"),
 )  # fmt: skip
 
 
@@ -147,7 +131,7 @@ def page_of(
 
 
 def _headline(run: RecordedRun, result: Mapping[str, Any]) -> list[str]:
-    facts = [STRATEGIES.get(run.engine, run.engine), f"{run.ranks} ranks", f"{len(run.steps) or len(run.step_s)} steps"]
+    facts = [STRATEGIES.get(run.engine, run.engine), f"{run.ranks} ranks", f"{run.batches} steps"]
     if scenario := result.get("scenario"):
         facts.append(f"emulation {scenario}")
     if result.get("fit_s") is not None:

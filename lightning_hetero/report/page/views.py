@@ -211,11 +211,9 @@ def scores(facts: RunFacts) -> Drawn:
     ]
     if found.slow_windows:
         words.append(f"all ranks are slow in {len(found.slow_windows)} of {len(found.first)} stretches")
-    named = {one.rank: f"epoch {one.epoch}, step {one.step}: {one.slowdown:.2f} times" for one in found.named}
-    worst = [of_known(max, own) for own in found.itself]
-    rows = [[str(r), f"{found.typical[r]:.2f}", f"{worst[r]:.2f}", named.get(r, "")] for r in ranks]
+    rows = [[str(r), f"{found.typical[r]:.2f}", f"{of_known(max, found.itself[r]):.2f}"] for r in ranks]
     body = "<p>Seconds per item of work over the ranks' median; full colour from 1.5 on.</p>" + drawing
-    body += table(["rank", "beside the others (median)", "beside itself (worst)", "found slow by the monitor"], rows)
+    body += table(["rank", "beside the others (median)", "beside itself (worst)"], rows)
     answer = ". ".join(map(begun, words)) or "Neither: all ranks take about as long per item of work, all along"
     return f"{answer}.{facts.shown}", body
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -42,18 +41,14 @@ class _Numbers(NamedTuple):
 
 
 class BufferChanges:
-    """What a worker's buffers on one device have become since they came; few calls, none of which waits for the device.
+    """What a worker's buffers have become since they came; few calls, none of which waits for their device.
 
     Args:
         layout: of the memory; its buffers lie behind one another in the area, and in the slot likewise.
-        own: which of them are there.
         device: of the memory.
-
-    Attributes:
-        runs: first and last of its buffers that follow one another.
     """
 
-    def __init__(self, layout: FlatLayout, own: Sequence[bool], device: torch.device) -> None:
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
         entries = layout.buffers
         spans = [(a - layout.parameter_bytes, b - layout.parameter_bytes) for a, b in layout.ranges[-len(entries) :]]
         size = _WORD.itemsize
@@ -61,13 +56,11 @@ class BufferChanges:
         self._stops = torch.tensor([-(-b // size) for _, b in spans], device=device)
         told: dict[tuple[torch.dtype, bool], list[int]] = {}
         for i, entry in enumerate(entries):
-            if own[i] and (entry.statistic or entry.counts):
+            if entry.statistic or entry.counts:
                 infinite = not entry.statistic and (entry.dtype.is_floating_point or entry.dtype.is_complex)
                 told.setdefault((entry.dtype, infinite), []).append(i)
         changing = {i for chosen in told.values() for i in chosen}
-        kinds = [(CHANGE if i in changing else VALUE) if own[i] else 0 for i in range(len(entries))]
-        indices = [[i for i, _ in run] for mine, run in groupby(enumerate(own), lambda each: each[1]) if mine]
-        self.runs = [(run[0], run[-1]) for run in indices]
+        kinds = [CHANGE if i in changing else VALUE for i in range(len(entries))]
         self._kinds = torch.tensor(kinds, dtype=torch.uint8, device=device)
         self._told = []
         for (dtype, infinite), chosen in told.items():

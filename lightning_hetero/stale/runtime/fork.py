@@ -53,11 +53,10 @@ class ServerProcess:
         details: what the child reported when it was ready.
     """
 
-    def __init__(self, pid: int, lifeline: int, clean_up: Callable[[], object]) -> None:
+    def __init__(self, pid: int, lifeline: int) -> None:
         self.pid = pid
         self.details: dict[str, Any] = {}
         self._lifeline: int | None = lifeline
-        self._clean_up = clean_up
         self._owner = os.getpid()
         self._code: int | None = None
         self._lock = threading.Lock()
@@ -100,10 +99,7 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)  # not reaped, so the number is still this child's
             self.ends_within(math.inf)
-        code = self.exit_code()
-        if code is not None and code < 0:  # by whose hand ever: it could not do it itself
-            self._clean_up()
-        return code
+        return self.exit_code()
 
     def release(self) -> None:
         """Tells the child that the parent is done, and leaves it to those whom it serves; idempotent."""
@@ -117,9 +113,7 @@ class ServerProcess:
             os.close(lifeline)
 
 
-def fork_server(
-    body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.0, clean_up: Callable[[], object] = lambda: None
-) -> ServerProcess:
+def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.0) -> ServerProcess:
     """Forks a child that runs ``body`` and returns when it is ready.
 
     Args:
@@ -131,7 +125,6 @@ def fork_server(
         keep: file descriptors that stay open in the child; all others from 3 on are closed there (their numbers stay
             taken, so that a forgotten file object of the parent can never write into a socket of the child).
         ready_timeout_s: how long the child may take to be ready [s].
-        clean_up: called in a child that ends because it is stuck, or here behind one that had to be killed.
 
     Raises:
         RuntimeError: this system cannot fork, or the child failed or hung; the message says what to do.
@@ -141,7 +134,7 @@ def fork_server(
     waits_s = (min(_FIRST_TRY_S, ready_timeout_s), ready_timeout_s)
     for wait_s in waits_s:
         try:
-            return _fork_once(body, keep, wait_s, clean_up)
+            return _fork_once(body, keep, wait_s)
         except TimeoutError:
             continue
     raise RuntimeError(
@@ -154,18 +147,16 @@ def fork_server(
 # ---- the parent's side ----------------------------------------------------------------------------------------
 
 
-def _fork_once(
-    body: Body, keep: Sequence[int], wait_s: float, clean_up: Callable[[], object]
-) -> ServerProcess:
+def _fork_once(body: Body, keep: Sequence[int], wait_s: float) -> ServerProcess:
     parent = os.getpid()
     news, report = os.pipe()
     lifeline_end, lifeline = os.pipe()
     try:
-        pid = _fork(lambda: _child(body, parent, report, lifeline_end, keep, clean_up))
+        pid = _fork(lambda: _child(body, parent, report, lifeline_end, keep))
     finally:
         os.close(report)
         os.close(lifeline_end)
-    process = ServerProcess(pid, lifeline, clean_up)
+    process = ServerProcess(pid, lifeline)
     try:
         with open(news) as file:
             if not _readable(news, wait_s):
@@ -210,9 +201,7 @@ def _readable(number: int, timeout_s: float) -> bool:
 # ---- the child's side -----------------------------------------------------------------------------------------
 
 
-def _child(
-    body: Body, parent: int, report: int, lifeline_end: int, keep: Sequence[int], clean_up: Callable[[], object]
-) -> NoReturn:
+def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequence[int]) -> NoReturn:
     """Everything of the child; never returns, and leaves without any exit hook of the parent."""
     code = 1
     try:
@@ -234,9 +223,7 @@ def _child(
             asks.set()
             return alone()
 
-        threading.Thread(
-            target=_end_if_stuck, args=(alone, asks, clean_up), name="parent-watch", daemon=True
-        ).start()
+        threading.Thread(target=_end_if_stuck, args=(alone, asks), name="parent-watch", daemon=True).start()
         try:
             body(lambda details: _tell(report, {"ready": details}), orphaned)
             code = 0
@@ -251,7 +238,7 @@ def _child(
         os._exit(code)
 
 
-def _end_if_stuck(alone: Callable[[], bool], asks: threading.Event, clean_up: Callable[[], object]) -> None:
+def _end_if_stuck(alone: Callable[[], bool], asks: threading.Event) -> None:
     """Ends a child whose parent is gone and whose main thread shows no life, whatever that is at.
 
     Not at once: workers may live on without rank 0, and a large update takes its time.
@@ -259,18 +246,14 @@ def _end_if_stuck(alone: Callable[[], bool], asks: threading.Event, clean_up: Ca
     Args:
         alone: whether the parent is gone.
         asks: set by the main thread each time it asks that.
-        clean_up: called before.
     """
     while not alone():
         time.sleep(_LOOK_S)
     while asks.wait(_STUCK_S):
         asks.clear()
     with contextlib.suppress(BaseException):
-        print(
-            f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        clean_up()
+        said = f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends"
+        print(said, file=sys.stderr, flush=True)
     os._exit(1)
 
 

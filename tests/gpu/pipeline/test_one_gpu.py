@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.pipeline.fit.plan import planning
+from lightning_hetero.pipeline.fit import planning
 from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN
 from lightning_hetero.types import AffineCost, LayerCost

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
-from lightning_hetero.balanced.decide.rows import RankState, Row
+from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse, held_bounds
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
@@ -19,12 +18,6 @@ from lightning_hetero.types import SpeedSample
 from tests.pure.balanced.kit import Mail, Rank
 
 # ---- one rank -------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_limited_before_anything_has_failed() -> None:
-    cap = MemoryCap()
-    cap.fits(8)
-    assert cap.most is None and cap.untried(9) and not cap.untried(8) and not cap.exceeded_by(1000)
 
 
 def test_a_device_with_a_memory_of_its_own_grows_by_a_quarter() -> None:
@@ -92,12 +85,6 @@ def use_of(*steps: tuple[int, float, float]) -> MemoryUse:
     return use
 
 
-def test_memory_is_a_line_over_samples() -> None:
-    use = use_of((10, 300, 500), (20, 300, 600))  # 400 + 10 per sample: 100 of gradients and buckets made in the step
-    assert use.most(1000 * MIB) == 50  # (900 - 400) / 10
-    assert use.most(300 * MIB) == 0
-
-
 def test_of_one_size_all_that_a_step_makes_is_taken_to_grow_with_samples() -> None:
     assert use_of((10, 300, 500)).most(1000 * MIB) == 30  # 300 + 20 per sample: fewer than the 50 that fit
 
@@ -139,14 +126,6 @@ def records_of(shares: Sequence[int], slow: Sequence[float]) -> list[SpeedSample
             for r, (n, s) in enumerate(zip(shares, slow, strict=True))]  # fmt: skip
 
 
-def test_a_policy_obeys_at_once_before_anything_was_measured() -> None:
-    policy = policy_of()
-    decision = told(policy, None, 5)
-    assert decision is not None and decision.changed and decision.reason == "memory"
-    assert policy.shares == (11, 5) and policy.limits.fit
-    assert told(policy, None, 5) is None
-
-
 def test_a_fast_rank_gets_no_more_than_it_holds() -> None:
     policy = policy_of()
     told(policy, None, 9)
@@ -157,19 +136,6 @@ def test_a_fast_rank_gets_no_more_than_it_holds() -> None:
     for _ in range(20):
         policy.observe(records_of(policy.shares, (3.0, 1.0)))
     assert policy.shares == (5, 11)
-
-
-def test_a_user_s_own_bound_stays() -> None:
-    policy = policy_of(upper=[16, 6])
-    told(policy, None, 12)
-    assert policy.limits.upper == [16, 6]
-
-
-def test_ranks_that_together_hold_too_little_share_what_is_left_over() -> None:
-    policy = policy_of(total=32)
-    decision = told(policy, 4, 8)
-    assert decision is not None and "together the ranks hold less" in decision.reason
-    assert not policy.limits.fit and sum(policy.shares) == 32 and policy.limits.upper == [11, 22]
 
 
 def test_caps_are_in_the_checkpoint_and_for_as_many_ranks() -> None:
@@ -187,45 +153,7 @@ def test_caps_are_in_the_checkpoint_and_for_as_many_ranks() -> None:
     assert other.shares == (6, 6, 6)
 
 
-def test_the_checkpoint_holds_what_was_computed_and_not_what_would_be_tried_next() -> None:
-    policy = policy_of()
-    told(policy, None, 4)
-    for samples, most, compute_s in ((4, 5, 0.1), (5, 6, 0.1), (6, 6, 0.0), (8, 6, 0.1)):
-        policy.limit((None, most), (16 - samples, samples), (0.1, compute_s))
-    assert policy.limits.most_samples == (None, 6)
-    assert policy.state_dict()["most_samples"] == [None, 5]
-
-
-def test_a_run_under_way_keeps_its_own_caps() -> None:
-    """The learning-rate finder restores a checkpoint from before the first step while it still trains."""
-    policy = policy_of()
-    before = policy.state_dict()
-    told(policy, None, 5)
-    policy.load_state_dict(before)
-    policy.start(world_size=2, total=16, bounds=ShareBounds())
-    assert policy.shares == (11, 5)
-
-
 # ---- between ranks --------------------------------------------------------------------------------------------
-
-
-def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
-    state = RankState(most_samples=most)
-    controller = ShareController(policy_of(), rank=0, world_size=2)
-    controller.full_shares(0, step)
-    if compute_s:
-        controller.measured(samples, compute_s, 0.0)
-    return controller.row(0, step, state)
-
-
-def test_the_record_of_a_step_decides_the_next_batch_even_if_its_time_says_nothing() -> None:
-    controller = ShareController(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
-    assert controller.full_shares(0, 0) == (8, 8)
-    controller.sent(0, 0, lambda: [row(0, 8, math.nan), row(0, 8, 5.0, compute_s=0.0)])
-    assert controller.full_shares(0, 1) == (11, 5)
-    assert controller.report is None  # a step that was not believed
-    assert [decision.reason for decision in controller.news] == ["memory"]
-    assert list(controller.most(0, 1)) == [16, 5]
 
 
 @pytest.mark.parametrize("lag", [0, 3])
@@ -239,7 +167,7 @@ def test_all_ranks_obey_in_the_same_batch_whatever_their_read_ahead(lag: int) ->
             most = 20.0 if rank.rank == 1 and step >= 4 else math.nan
             rank.controller.measured(rank.shares[0, step][rank.rank], 0.1, 0.0)
             tag = (0, step)
-            mail.send(rank.rank, tag, rank.controller.row(0, step, RankState(most_samples=most)))
+            mail.send(rank.rank, tag, rank.controller.row(0, step, most_samples=most))
             rank.controller.sent(0, step, lambda tag=tag: mail.read(tag))
     assert ranks[0].shares == ranks[1].shares
     assert [shares[1] > 20 for _, shares in sorted(ranks[0].shares.items())] == [s <= 4 + lag for s in range(steps)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.controller import (
-    ExchangeClock,
-    Row,
-    ShareController,
-    Tag,
-    shares_digest,
-)
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController, Tag, shares_digest
 from lightning_hetero.shares.policy import BalancePolicy
 from tests.pure.balanced.kit import FIXED_S, PER_SAMPLE_S, Mail, Noting, Rank
 
@@ -93,45 +86,7 @@ def check_records_used(ranks: Sequence[Rank], tags: Sequence[Tag], lag: int) -> 
             assert least <= taken <= allowed
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_run_that_is_set_back_takes_in_everything_and_goes_on(lag: int) -> None:
-    """The learning-rate finder trains some steps, restores the start, and the same steps come again."""
-    mail = Mail(2)
-    ranks = [Rank(r, mail, lag=lag, ahead=0, exchange=ExchangeClock(), policy=Noting()) for r in range(2)]
-    for _ in range(2):
-        for step in range(20):
-            for rank in ranks:
-                rank.draw(0, step, 20, lag if rank.rank else 0)
-            assert ranks[0].shares[0, step] == ranks[1].shares[0, step]
-            for rank in ranks:
-                rank.train(0, step, 1.0)
-        for rank in ranks:
-            rank.shares.clear()
-            rank.taken_before.clear()
-    for rank in ranks:
-        rank.controller.drain()
-        assert rank.controller.policy.taken == [*range(20), *range(20)]  # type: ignore[attr-defined]
-
-
-def test_one_rank_exchanges_nothing() -> None:
-    mail = Mail(1)
-    rank = Rank(0, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=BalancePolicy())
-    for step in range(3):
-        rank.draw(0, step, 3, 0)
-        rank.train(0, step, 1.0)
-    assert not mail.rows and set(rank.shares.values()) == {(64,)}
-
-
 # ---- when to exchange --------------------------------------------------------------------------------------
-
-
-@given(step_s=st.floats(1e-6, 10.0))
-def test_the_interval_aims_at_one_exchange_per_20_ms(step_s: float) -> None:
-    clock = ExchangeClock()
-    clock.observe((0, 3), step_s)
-    assert clock.interval((0, 3)) == min(64, max(1, math.ceil(0.05 / step_s)))
-    assert clock.interval((0, 2)) == 1  # not known yet up to there
-    assert ExchangeClock(every=5).interval((0, 3)) == 5
 
 
 @given(st.lists(st.floats(1e-4, 0.1), min_size=1, max_size=20), st.integers(0, 25))
@@ -170,17 +125,6 @@ def test_a_row_averages_only_steps_of_the_latest_share() -> None:
     assert controller.row(0, 2)[2:5] == (4.0, 2.0, 0.3)
 
 
-def test_an_epoch_begins_with_an_exchange() -> None:
-    controller = ShareController(BalancePolicy(), rank=0, world_size=2, exchange=ExchangeClock(every=10))
-    asked = []
-    for epoch in range(2):
-        for step in range(12):
-            if controller.wants_exchange(epoch, step):
-                asked.append((epoch, step))
-                controller.sent(epoch, step, lambda: [])
-    assert asked == [(0, 0), (0, 10), (1, 0), (1, 10)]
-
-
 # ---- agreement ---------------------------------------------------------------------------------------------
 
 
@@ -214,13 +158,3 @@ def test_a_step_without_times_is_checked_but_not_learned_from() -> None:
         rank.controller.sent(0, 0, lambda: mail.read((0, 0)))
     ranks[0].controller.drain()
     assert ranks[0].controller.report is None and ranks[0].controller.policy.taken == []  # type: ignore[attr-defined]
-
-
-def test_after_an_error_nothing_is_waited_for() -> None:
-    def never() -> list[Row]:
-        raise AssertionError("waited")
-
-    controller = ShareController(BalancePolicy(), rank=0, world_size=2)
-    controller.sent(0, 0, never)
-    controller.abandon()
-    controller.drain()

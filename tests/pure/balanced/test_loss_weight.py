@@ -66,28 +66,6 @@ def test_mean_over_ranks_is_mean_over_samples(shares: list[int], seed: int) -> N
     assert float(ddp) == pytest.approx(float(true), rel=1e-12, abs=1e-12)
 
 
-@given(SHARES)
-def test_factors_average_to_one_and_ignore_dummies(shares: list[int]) -> None:
-    found = factors(shares)
-    assert math.fsum(found) / len(shares) == pytest.approx(1.0, rel=1e-12)
-    assert all((f == 0.0) == (n == 0) for f, n in zip(found, shares, strict=True))
-
-
-@given(st.integers(1, 50), st.integers(1, 8))
-def test_equal_shares_need_no_weight_to_the_bit(share: int, world: int) -> None:
-    assert factors([share] * world) == [1.0] * world
-
-
-@given(st.lists(SHARES.filter(lambda s: len(s) == 3), min_size=1, max_size=4))
-def test_micro_batches_add_up_to_the_global_batch(micro: list[list[int]]) -> None:
-    """Lightning divides each of the m losses by m; their sum must be the mean over all samples."""
-    total, m = sum(map(sum, micro)), len(micro)
-    per_sample = [
-        f / 3 / n / m for shares in micro for f, n in zip(factors(shares, total / m), shares, strict=True) if n
-    ]
-    assert per_sample == pytest.approx([1 / total] * len(per_sample), rel=1e-12)
-
-
 def test_summed_loss_keeps_ddps_factor_and_drops_dummies() -> None:
     assert factors([5, 0, 2], reduction="sum") == [1.0, 0.0, 1.0]
 
@@ -127,18 +105,7 @@ def test_dummy_weighs_nothing_and_is_not_shown_to_the_user() -> None:
     assert (one.factor(), one.local, channel.started) == (0.0, 0.0, [0.0])
 
 
-def test_no_weight_anywhere_is_no_division_by_zero() -> None:
-    one = weight(2, Sums(0.0), batch_weight=float)
-    one.open(part([1, 1], 0), 0.0)
-    assert one.factor() == 0.0
-
-
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_bad_weight(value: float) -> None:
     with pytest.raises(ValueError, match=r"batch_weight returned .*finite number >= 0"):
         weight(2, batch_weight=lambda batch: value).open(part([1, 1], 0), None)
-
-
-def test_bad_reduction() -> None:
-    with pytest.raises(ValueError, match="loss_reduction='average' must be 'mean' or 'sum'"):
-        weight(2, reduction="average")

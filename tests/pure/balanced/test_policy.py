@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from itertools import pairwise
 from typing import Any
 
@@ -50,24 +49,6 @@ def makespan_s(slow: tuple[float, ...], shares: tuple[int, ...]) -> float:
 
 
 # ---- bounds ------------------------------------------------------------------------------------------------
-
-
-@given(world=st.integers(1, 16), total=st.integers(1, 4096), quantum=st.sampled_from([1, 2, 3, 8]))
-def test_default_bounds_are_a_quarter_and_four_times_the_equal_share(
-    world: int, total: int, quantum: int
-) -> None:
-    total = max(1, total // quantum) * quantum
-    if total < world * quantum:
-        with pytest.raises(ValueError, match="raise the global batch to at least"):
-            ShareBounds().resolve(world, total, quantum)
-        return
-    low, up = ShareBounds().resolve(world, total, quantum)
-    equal = total / world
-    assert low == [low[0]] * world and up == [up[0]] * world
-    assert low[0] % quantum == up[0] % quantum == 0
-    assert quantum <= low[0] <= max(quantum, equal / 4) and low[0] > min(quantum, equal / 4) - quantum
-    assert up[0] <= total and (up[0] >= 4 * equal or up[0] == total) and up[0] < 4 * equal + quantum
-    assert sum(low) <= total <= sum(up)
 
 
 @given(
@@ -139,36 +120,6 @@ def test_bounds_that_cannot_be_met_are_named(
         bounds.resolve(world, total)
     for part in parts:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ({"lower": -1}, "min_samples=-1 must be a whole number >= 0 (samples), or a list of one per rank"),
-        ({"lower": [1, 1.5]}, "min_samples=1.5 of rank 1 must be"),
-        ({"upper": [4, None]}, "max_samples=None of rank 1 must be"),
-        ({"upper": True}, "max_samples=True must be"),
-        ({"lower": "abc"}, "min_samples='abc' must be"),
-    ],
-)
-def test_bounds_that_are_no_numbers_of_samples_are_refused_when_given(bounds: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        ShareBounds(**bounds)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        (ShareBounds(lower=[1, 2]), "min_samples lists 2 ranks, but there are 4"),
-        (ShareBounds(upper=[1, 2]), "max_samples lists 2 ranks, but there are 4"),
-        (ShareBounds(lower=[1, 1, 9, 1], upper=8), "rank 2 must get at least 9 and at most 8 samples"),
-    ],
-)
-def test_bounds_that_do_not_fit_the_ranks_are_known_before_the_batch_is(bounds: ShareBounds, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        bounds.check_ranks(4)
-    ShareBounds(lower=[1, 1, 1, 1], upper=8).check_ranks(4)
-    ShareBounds(lower=9).check_ranks(4)
 
 
 @pytest.mark.parametrize(
@@ -346,34 +297,3 @@ def test_a_restored_policy_predicts_the_same_and_starts_from_learned_speeds(
     equal_s = makespan_s(slow, (16,) * 4)
     assert makespan_s(slow, new.shares) < equal_s or new.shares == (16,) * 4
     assert feed(new, slow, 1)[0].reason != "warm-up"
-
-
-def test_state_of_another_world_size_or_predictor_starts_afresh() -> None:
-    old = started()
-    feed(old, (1.0, 1.0, 2.0, 4.0), 5)
-    for new, world in ((BalancePolicy(), 2), (BalancePolicy(predictor="ewma"), 4)):
-        new.load_state_dict(old.state_dict())
-        new.start(world_size=world, total=64, bounds=ShareBounds())
-        assert new.shares == (64 // world,) * world
-        assert feed(new, (1.0,) * world, 1)[0].reason == "warm-up"
-
-
-def test_a_state_loaded_during_a_run_waits_for_the_next_start() -> None:
-    """The learning-rate finder restores the state from before the first batch while the ranks still train."""
-    policy = BalancePolicy()
-    empty = policy.state_dict()
-    policy.start(world_size=4, total=64, bounds=ShareBounds())
-    feed(policy, (1.0, 1.0, 2.0, 4.0), 4)
-    before, learned = policy.shares, policy.state_dict()
-    policy.load_state_dict(empty)
-    assert policy.predict_s(before) == pytest.approx(
-        [c.seconds(b) for c, b in zip(costs_of((1.0, 1.0, 2.0, 4.0)), before, strict=True)], rel=0.1
-    )
-    assert policy.state_dict() == learned and policy.shares == before
-
-    other = started()
-    feed(other, (4.0, 2.0, 1.0, 1.0), 4)
-    policy.load_state_dict(other.state_dict())
-    assert policy.shares == before and policy.state_dict()["predictors"] == other.state_dict()["predictors"]
-    policy.start(world_size=4, total=64, bounds=ShareBounds())
-    assert policy.shares[0] < 16 < policy.shares[3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hetero import BalancePolicy, LoadBalancedStrategy
@@ -16,13 +16,7 @@ from lightning_hetero import BalancePolicy, LoadBalancedStrategy
 # SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID on two nodes of two tasks
 PLACES = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
 OTHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
+    "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
 )
 
 
@@ -58,10 +52,7 @@ def test_ranks_come_from_srun(
     launcher: Any = chosen.launcher
     assert launcher.launch(lambda: "ran here") == "ran here" and launcher.procs == []
     assert (chosen.world_size, chosen.global_rank, chosen.local_rank, chosen.node_rank) == (
-        4,
-        rank,
-        local_rank,
-        node,
+        4, rank, local_rank, node
     )
     assert made.is_global_zero is (rank == 0)
     environment = chosen.cluster_environment
@@ -69,15 +60,6 @@ def test_ranks_come_from_srun(
     assert not dist.is_initialized()
     no_launcher.delenv("MASTER_ADDR")  # set by Lightning when it was asked for
     no_launcher.delenv("MASTER_PORT")
-
-
-def test_an_interactive_shell_launches_its_own_processes(no_launcher: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash", "SLURM_PROCID": "0"}.items():
-        no_launcher.setenv(name, value)
-    chosen = trainer("hetero_balanced").strategy
-    assert isinstance(chosen, LoadBalancedStrategy)
-    assert isinstance(chosen.cluster_environment, LightningEnvironment)
-    assert chosen.launcher is not None and (chosen.world_size, chosen.global_rank) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +90,8 @@ def test_a_strategy_is_picklable_before_fit_with_its_settings(no_launcher: pytes
         quantum=2,
     )
     again = pickle.loads(pickle.dumps(strategy))
-    assert (again.global_batch_size, again.settings.batches) == (96, strategy.settings.batches)
+    assert (again.global_batch_size, again.settings.bounds) == (96, strategy.settings.bounds)
     assert (again.policy.dead_band, type(again.policy.prototype).__name__) == (0.1, "Ewma")
     assert again.shares == () and again.step_report() is None and again.current_samples() is None
     inside = pickle.loads(pickle.dumps(trainer(strategy))).strategy  # as spawn sends it
-    assert isinstance(inside, LoadBalancedStrategy) and inside.settings.batches == strategy.settings.batches
+    assert isinstance(inside, LoadBalancedStrategy) and inside.settings.bounds == strategy.settings.bounds

@@ -27,9 +27,7 @@ def records(values: Measured) -> list[SpeedSample]:
 
 def test_scores_by_hand() -> None:
     assert straggler_scores(records([(10, 1.0), (10, 2.0), (5, 1.0)])) == [1.0, 0.5, 0.5]
-
-
-def test_a_rank_that_got_fewer_samples_is_not_taken_for_a_fast_one() -> None:
+    # A rank that got fewer samples is not taken for a fast one.
     assert straggler_scores(records([(12, 1.2), (3, 1.2)])) == pytest.approx([1.0, 0.25])
 
 

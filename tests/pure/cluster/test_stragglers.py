@@ -79,13 +79,6 @@ def test_a_spell_of_a_few_steps_names_nobody() -> None:
     assert found_in([slowed(row, 1, 3.0) if i % 60 in range(40, 46) else row for i, row in enumerate(rows)]) == []
 
 
-def test_slow_devices_are_named_and_fast_ones_not() -> None:
-    rows = [slowed(slowed(row, 2, 2.0), 3, 4.0) for row in steps_of(6, 4, 0.05, steps=40)]
-    found = {one.rank: one.slowdown for _, one in found_in(rows)}
-    assert found.keys() == {2, 3}
-    assert found[3] == pytest.approx(4.0, rel=0.1) and found[2] == pytest.approx(2.0, rel=0.1)
-
-
 def test_it_is_the_work_that_counts() -> None:
     """Half the samples in the same time are a slow device, unless they are as much work."""
 

@@ -58,21 +58,6 @@ def test_lb_bsp_ends_the_round_together_on_the_same_number_of_samples() -> None:
     assert policy.predict_s() == pytest.approx([t / STEPS for t in balanced], rel=0.05)
 
 
-def test_lb_bsp_follows_speeds_that_change() -> None:
-    policy, swapped = started(LbBsp()), tuple(reversed(SPEEDS))
-    run(policy, 4)
-    before = max(times(policy, swapped))
-    run(policy, 6, swapped)
-    assert max(times(policy, swapped)) < 0.5 * before
-
-
-def test_fedavg_changes_nothing() -> None:
-    policy = started(FedAvg())
-    before = policy.plan
-    run(policy, 4)
-    assert policy.plan == before and policy.predict_s() == () and policy.decide([]) is None
-
-
 def test_adaptive_steps_gives_fast_devices_more_of_them() -> None:
     policy = started(AdaptiveSteps())
     equal_s = max(times(policy))
@@ -82,13 +67,6 @@ def test_adaptive_steps_gives_fast_devices_more_of_them() -> None:
     assert plan.steps[0] > STEPS > plan.steps[7]
     assert max(times(policy)) < 0.4 * equal_s
     assert policy.predict_s()[7] == pytest.approx((FIXED_S + SAMPLE_S * 16) * 8, rel=0.05)
-
-
-def test_scaled_lr_scales_with_the_batch() -> None:
-    policy = started(ScaledLr())
-    run(policy, 4)
-    assert policy.plan.lr_factors == pytest.approx([n / 16 for n in policy.plan.sizes])
-    assert policy.plan.lr_factors[0] > 1.0 > policy.plan.lr_factors[7]
 
 
 def test_a_rank_that_took_no_part_is_as_fast_as_it_was() -> None:

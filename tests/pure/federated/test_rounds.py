@@ -82,11 +82,6 @@ def test_a_rank_whose_data_are_through_rests_or_begins_again() -> None:
     assert again == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_a_rank_that_is_not_chosen_rests_and_one_with_fewer_steps_waits() -> None:
-    trained, meetings = walk(courses_of([6, 6, 6], again=True), plan_of(3, 1, 3), frozenset({0, 1}))
-    assert trained == [[0, 1, 2, 3, 4, 5], [0, 3], []] and meetings == [2, 5]
-
-
 def test_lightning_counts_a_step_behind_each_window_and_the_last_batch() -> None:
     course, ends = Course(0, 5, 5, again=True, accumulate=2), []
     for course.batch in range(5):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.pipeline.schedules import fill_s, lower_bound_s, model_s, one_f_one_b, per_link, proportional
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate, makespan_s, modelled
-from lightning_hetero.pipeline.decide.schedule import Kind, Operation, PipelineTimes, What, route
+from lightning_hetero.pipeline.decide.schedule import Kind, PipelineTimes, route
 from tests.pure.pipeline.schedule_kit import execute, in_flight, pipelines, policies, tick_by_tick, token
 
 # ---- whatever the times --------------------------------------------------------------------------------------
@@ -128,14 +128,3 @@ def drawn(times: PipelineTimes, policy: SchedulePolicy) -> str:
 )
 def test_pictures(times: PipelineTimes, policy: object, picture: str) -> None:
     assert drawn(times, policy(times)) == textwrap.dedent(picture)  # type: ignore[operator]
-
-
-def test_the_operations_of_a_pipeline() -> None:
-    times = proportional([1.0] * 2, forward_s=[1.0] * 3, backward_s=[1.0] * 3, head_s=(0.5, 0.5))
-    schedule = generate(times, per_link(times))
-    assert [" ".join(token(op) for op in row) for row in schedule.operations] == [
-        "F0 a0>1 F1 a1>1 a0<2 H0 g0>2 a1<2 H1 g1>2 g0<1 B0 g1<1 B1",
-        "a0<0 F0 a0>2 a1<0 F1 a1>2 g0<2 B0 g0>0 g1<2 B1 g1>0",
-        "a0<1 F0 a0>0 a1<1 F1 a1>0 g0<0 B0 g0>1 g1<0 B1 g1>1",
-    ]
-    assert schedule.operations[0][6] == Operation(Kind.SEND, 3, 0, What.GRADIENT, 2)

@@ -13,7 +13,7 @@ from lightning_hetero.pipeline.decide.plans import best_plan
 from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.solvers.placement import evaluate_plan
-from tests.pure.plan.kit import layered, lines, model
+from tests.pure.plan.kit import layered, model
 
 pytestmark = pytest.mark.pure
 CONF = Path(lightning_hetero.__file__).parent / "cli" / "conf"
@@ -46,10 +46,6 @@ def test_a_search_says_what_it_leaves_open() -> None:
     assert said.startswith(str(many.plan.judged)) and f"takes up to {gap:.1f} % less" in said
     few = pipeline(layered(SMALL, {"bandwidth": 1e4}))
     assert few.ok and not any("were compared" in reason for reason in few.reasons)
-
-
-def test_without_layers_there_is_none() -> None:
-    assert "what layers cost is not known" in pipeline(lines()).reasons[0]
 
 
 def test_what_no_device_holds_is_refused_with_the_planners_reason() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.plan.setup import Setup, whole_step
+from lightning_hetero.plan.setup import whole_step
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import GroupPlan, SaturatingCost
@@ -57,10 +57,3 @@ def test_an_exchange_that_is_given_holds_and_one_device_has_none() -> None:
 def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         lines(**more)
-
-
-def test_prices_and_costs_follow_their_devices() -> None:
-    setup = lines(prices=(1.0, 2.0, 3.0, 4.0))
-    kept = setup.with_devices((1, 3), lines((1.0, 0.25)).cluster)
-    assert kept.prices == (2.0, 4.0) and kept.costs == (setup.costs[1], setup.costs[3])
-    assert isinstance(kept, Setup) and kept.global_batch == setup.global_batch

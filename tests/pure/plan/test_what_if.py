@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.plan.parallel import ddp
-from lightning_hetero.plan.what_if import changed, usual_changes
+from lightning_hetero.plan.what_if import changed
 from lightning_hetero.types import AffineCost
 from tests.pure.plan.kit import layered, lines
 
@@ -77,9 +77,3 @@ def test_links_batch_speed_and_price() -> None:
 def test_what_cannot_be_is_refused(change: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         changed(layered(NODES, LINK), change)
-
-
-def test_people_first_ask_whether_the_old_card_is_worth_it() -> None:
-    assert usual_changes(layered(NODES, LINK)) == [{"without": 2}, {"without": 1}, {"batch": 2}]
-    assert usual_changes(lines((1.0,))) == [{"batch": 2}]
-    assert usual_changes(lines((1.0, 0.5) * 20)) == [{"batch": 2}]

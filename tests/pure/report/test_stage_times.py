@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.spent import StepStage, StepStages, outliers_of
 from lightning_hetero.report.verdict import stage_answer, stage_names
 from lightning_hetero.types import Event
-from tests.pure.report.kit import events_of, opened, run_with
-from tests.pure.report.runs_kit import RUNS
-from tests.pure.report.stages_kit import pipeline_run
+from tests.pure.report.kit import RUNS, events_of, opened, pipeline_run, run_with
 
 KINDS = ("work", "exchange", "waiting", "between")
 NAMES = stage_names(RUNS["ddp"])
@@ -136,12 +133,6 @@ def test_validation_in_an_epoch_does_not_count_as_between_steps() -> None:
     events = events_of([[(8, 1.0, 0.0), (8, 1.0, 0.0)]] * 20)
     late = [replace(e, t_s=e.t_s + 50.0) if e.kind == "step" and e.step >= 10 else e for e in events]
     assert set(seconds_of(stage_times_of(run_of(late)))) == {"work"}
-
-
-def test_a_rank_at_rest_has_no_times() -> None:
-    found = stage_times_of(run_with([[(8, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.0, 1.0)]] * 10, engine="balanced"))
-    assert [math.isnan(seconds) for seconds in seconds_of(found)["work"]] == [False, False, True]
-    assert found is not None and outliers_of(found) == []
 
 
 def test_a_federated_meeting_is_told_by_the_step_behind_it() -> None:

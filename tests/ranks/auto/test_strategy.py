@@ -191,7 +191,7 @@ def resumed_job(rank: int, world: int, folder: str) -> tuple[Weights, tuple[int,
 
     class Start(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            noted.append(trainer.strategy.policy_in_use.state_dict()["seen"])  # type: ignore[attr-defined]
+            noted.append(trainer.strategy._run.policy.state_dict()["seen"])  # type: ignore[attr-defined]
 
     trainer.callbacks.append(Start())  # type: ignore[attr-defined]
     trainer.fit(module, loader(world), ckpt_path=path, weights_only=False)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_hetero.balanced.fit import loaders as balanced_loaders
 from lightning_hetero.balanced.fit import run as balanced_run
-from lightning_hetero.callbacks.work import CountedOnHost
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
@@ -85,40 +81,3 @@ def test_few_sizes_of_which_the_first_step_is_not_believed() -> None:
         ]
         assert any(whole.values()), whole  # a size that comes again is
         assert trained.distance(weights(expected)) <= 1e-12
-
-
-# ---- batches are counted on the host --------------------------------------------------------------------------
-
-
-class Changes(Toy):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-
-class Moves(LightningDataModule):
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch
-
-
-@pytest.mark.parametrize(
-    ("module", "data", "asked"),
-    [(Toy(), None, 2), (Toy(), LightningDataModule(), 2), (Changes(), None, 0), (Toy(), Moves(), 0)],
-)
-def test_a_batch_is_counted_before_it_moves_unless_a_hook_changes_it(module: Any, data: Any, asked: int) -> None:
-    counted: list[Any] = []
-    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data)
-    counts = CountedOnHost(trainer, counted.append)
-    assert [counts.before("first"), counts.before("second")] == [asked > 0] * 2
-    assert len(counted) == asked
-
-
-def test_a_function_that_needs_the_device_gets_its_batch() -> None:
-    def fails(batch: Any) -> None:
-        asked.append(batch)
-        raise RuntimeError("Expected all tensors to be on the same device")
-
-    asked: list[Any] = []
-    trainer: Any = SimpleNamespace(lightning_module=Toy(), datamodule=None)
-    counts = CountedOnHost(trainer, fails)
-    assert [counts.before(n) for n in range(3)] == [False] * 3
-    assert asked == [0]

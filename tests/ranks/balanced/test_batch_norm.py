@@ -136,22 +136,6 @@ def test_a_rank_gets_two_samples_or_none(name: str, totals: list[int]) -> None:
         assert computed == (samples or 2)
 
 
-def test_pieces_have_two_samples() -> None:
-    """Parts of 4 are computed by two, and of a last batch of 5 one rank has 3 samples, which cannot be cut."""
-    for run in runs():
-        assert [part for part in run["pieces"][:6]] == [(4, 2)] * 6
-        assert all(computed >= 2 for _, computed in run["pieces"])
-
-
-def test_where_stock_ddp_has_one_sample_per_rank_so_have_we() -> None:
-    assert all(part == (1, 1) for run in runs() for part in run["one each"])
-
-
-def test_a_single_sample_fails_as_on_one_device() -> None:
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-        run_ranks(2, noted, 17)
-
-
 def test_which_modules_need_two_samples() -> None:
     for layer, least in (
         (nn.BatchNorm1d(3), 2),

@@ -62,7 +62,7 @@ class Steps(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.before = self.backend.count
         self.samples.append(len(batch[0]))
-        policy = trainer.strategy.policy_in_use
+        policy = trainer.strategy._run.policy
         self.bounds = policy.limits.quantum, min(policy.limits.lower)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -161,20 +161,3 @@ def test_the_quantum_is_what_the_module_needs_the_same_on_all_ranks() -> None:
             assert len(set(results[name][2])) >= 4, name  # or the shares did not move
         assert results["any size"][0] <= 3  # the first size, any size, and perhaps a single sample
         assert 4 <= results["per size"][0] <= len(set(results["per size"][2]))
-
-
-def little(rank: int, world: int) -> list[int]:
-    least = []
-    for how in (None, {}):
-        torch._dynamo.reset()
-        module, steps = Toy(), Steps(Compiling())
-        if how is not None:
-            module.net = torch.compile(module.net, backend=steps.backend)  # type: ignore[assignment]
-        trainer = rank_trainer(rank, world, balanced(), callbacks=[steps], max_epochs=1)
-        trainer.fit(module, DataLoader(regression(32), batch_size=4))
-        least.append(steps.bounds[1])
-    return least
-
-
-def test_a_rank_has_two_samples_by_default_where_one_would_be_compiled_for_itself() -> None:
-    assert run_ranks(2, little) == [[1, 2]] * 2

@@ -280,21 +280,6 @@ def test_arguments_hold_or_are_named() -> None:
         assert all("Without effect: max_samples" in text for text in told)
 
 
-def pooled(rank: int, world: int) -> list[list[int]]:
-    from tests.ranks.data.indexed import fit, indexed
-
-    sampler = Listed(range(SAMPLES), world, rank)
-    loader = DataLoader(indexed(SAMPLES), batch_size=None, sampler=sampler)
-    return fit(rank, world, loader, strategy={"batch_sampler": "pool"}, max_epochs=1).seen
-
-
-def test_a_pool_of_ranks_own_batches_has_all_of_them() -> None:
-    """A batch sampler that draws one rank's part is drawn on every rank, not on the first alone."""
-    steps = [sorted(a + b) for a, b in zip(*run_ranks(2, pooled), strict=True)]
-    own = [list(Listed(range(SAMPLES), 2, rank)) for rank in range(2)]
-    assert steps == [sorted(a + b) for a, b in zip(*own, strict=True)]
-
-
 def again(rank: int, world: int) -> tuple[list[Any], list[str]]:
     both, fits = CombinedLoader({"a": plain(), "b": plain()}, "min_size"), []
     with warnings.catch_warnings(record=True) as said:

@@ -18,7 +18,6 @@ from tests.ranks.exact_models import (
     Gan,
     Groups,
     Manual,
-    Newton,
     Normed,
     OwnSampler,
     PoisonedDummy,
@@ -227,15 +226,3 @@ def test_mixed_precision_is_as_close_as_an_equal_split(precision: str) -> None:
     apart = stock.distance(weights(expected))
     assert 1e-5 < apart < 0.1
     assert ours.distance(weights(expected)) <= 3 * apart
-
-
-def newton(rank: int, world: int) -> None:
-    fitted(rank, world, Newton(), regression(32), balanced())
-
-
-@pytest.mark.stock_ddp(
-    "optimization: LBFGS", "balanced", refused="it decides by the loss, which differs between ranks"
-)
-def test_lbfgs_is_refused_with_the_reason() -> None:
-    with pytest.raises(TypeError, match=r"LBFGS decides from the loss.*use one device or another optimizer"):
-        run_ranks(2, newton)

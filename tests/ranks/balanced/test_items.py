@@ -92,26 +92,6 @@ def test_records_carry_every_ranks_work_to_every_rank(counted: list[list[tuple[A
         assert noted == [work for _, work in told.own][: len(noted)] and len(noted) >= STEPS - 1
 
 
-def test_counting_changes_no_weights(counted: list[list[tuple[Any, BatchReport]]]) -> None:
-    expected = one_process(Toy())
-    for rank in counted:
-        for trained, _ in rank[:3]:
-            assert trained.distance(expected) <= EXACT
-    assert len({tuple(n for n, _ in rank[0][1].own) for rank in counted}) == 2
-
-
-def test_without_a_cost_samples_count(counted: list[list[tuple[Any, BatchReport]]]) -> None:
-    for _, told in (rank[2] for rank in counted):
-        assert all(record.work == record.samples for records in told.records.values() for record in records)
-        assert all("work" not in event.data for event in told.events)
-
-
-def test_a_given_weight_is_the_work(counted: list[list[tuple[Any, BatchReport]]]) -> None:
-    records = [record for step in counted[0][3][1].records.values() for record in step]
-    assert records and all(record.work == int(record.work) for record in records)
-    assert any(record.work > record.samples for record in records)
-
-
 def bad_job(rank: int, world: int) -> None:
     fit(rank, world, Toy(), {"batch_cost": lambda batch: 0.0 if rank == 1 else 1.0})
 

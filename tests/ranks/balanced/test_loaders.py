@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_hetero.shares.policy import ShareDecision
-from lightning_hetero.types import SpeedSample
 from tests.ranks.data.indexed import EXACT, Fit, Noting, by_name, ddp_order, fit, indexed, together
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Scripted, Weights, balanced, quiet_trainer, single, weights
+from tests.ranks.kit import Weights, quiet_trainer, single, weights
 
 # ---- batches of any type, loaders of any class -------------------------------------------------------------
 
@@ -129,73 +126,6 @@ def test_batches_and_loaders_stay_the_users(name: str) -> None:
     runs, oracle = type_runs()
     assert together(runs[name]) == ddp_order(24, 6)
     assert all(run.weights.distance(oracle) < EXACT for run in runs[name])
-
-
-# ---- workers and read-ahead --------------------------------------------------------------------------------
-
-
-class Recording(Scripted):
-    """Remembers each record's step and the shares decided on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decisions: list[tuple[int, tuple[int, ...]]] = []
-
-    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
-        decision = super().observe(records)
-        self.decisions.append((records[0].step, decision.shares))
-        return decision
-
-
-def read_ahead(rank: int, world: int) -> dict[str, Fit]:
-    def run(workers: int, prefetch: int | None = None, **kwargs: Any) -> Fit:
-        loader = DataLoader(
-            indexed(60),
-            batch_size=2,
-            num_workers=workers,
-            prefetch_factor=prefetch,
-            multiprocessing_context="fork" if workers else None,
-            **kwargs,
-        )
-        policy = Recording()
-        return fit(rank, world, loader, strategy=balanced(policy=policy), max_epochs=2,
-                   extra=lambda _: policy.decisions)
-
-    return {
-        "0": run(0),
-        "2": run(1, 2),
-        "4": run(1, 4),
-        "6": run(3, 2),
-        "12": run(3, 4, persistent_workers=True),
-        "4 by one rank": run(rank, 4 if rank else None),  # rank 0 has no worker
-    }
-
-
-@cache
-def read_ahead_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, read_ahead, timeout_s=55))
-
-
-STEPS = 15  # 60 samples, 2 x 2 per step
-
-
-@pytest.mark.parametrize("name", ["0", "2", "4", "6", "12", "4 by one rank"])
-def test_shares_come_from_the_records_the_read_ahead_allows(name: str) -> None:
-    """Batch i is cut with what was decided on the records <= i - 1 - lag of its epoch, and all of earlier epochs."""
-    runs, lag = read_ahead_runs()[name], int(name.split()[0])
-    assert together(runs) == ddp_order(60, 4, epochs=2)
-    assert runs[0].extra == runs[1].extra
-    assert [step for step, _ in runs[0].extra] == [*range(STEPS)] * 2
-    decided = [shares for _, shares in runs[0].extra]
-    trained = [tuple(map(len, step)) for step in zip(*(r.seen for r in runs), strict=True)]
-    expected = []
-    for epoch in range(2):
-        for i in range(STEPS):
-            known = epoch * STEPS + max(0, i - lag)  # records that may be used
-            expected.append(decided[known - 1] if known else (2, 2))
-    assert trained == expected
-    assert len({*decided}) > 2
-    assert sum(a != b for a, b in pairwise(decided)) > STEPS
 
 
 # ---- several loaders ---------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -132,13 +130,6 @@ class OwnBackward(Toy):
         (3 * loss).backward()
 
 
-class KeepsZeros(Toy):
-    """Gradients that are zeroed instead of dropped."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
 class Checkpointed(Toy):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -152,41 +143,26 @@ class Cublas(Toy):
         return RuntimeError(f"CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: {text}")
 
 
-class Driver(Toy):
-    def lack(self, text: str) -> Exception:
-        return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: out of memory: {text}")
-
-
 CASES: dict[str, tuple[Any, str, Limits, dict[str, Any], dict[str, Any]]] = {
     "forward, all ranks": (Toy, "forward", {0: 3, 1: 4}, {}, {}),
-    "forward, one sample at a time": (Toy, "forward", {1: 1}, {}, {}),
     "forward, accumulation, clipping": (
         Toy, "forward", {1: 4}, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
     "forward, accumulation, views of buckets": (
         Toy, "forward", {1: 4}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002},
         {"accumulate_grad_batches": 3}),
     "forward, parameters in turns": (TwoHeads, "forward", {1: 4}, {"find_unused_parameters": True}, {}),
-    "forward, static graph": (Toy, "forward", {1: 4}, {"static_graph": True}, {}),
     "forward, sum": (SumLoss, "forward", {1: 4}, {"loss_reduction": "sum"}, {}),
-    "forward, tokens": (Tokens, "forward", {1: 4}, {"batch_weight": tokens_of}, {}),
-    "forward, hook on a parameter": (Hooked, "forward", {1: 4}, {}, {}),
     "forward, dict": (Dict, "forward", {1: 4}, {}, {}),
     "forward, for cuBLAS": (Cublas, "forward", {1: 4}, {}, {}),
     "forward, checkpointed activations": (Checkpointed, "forward", {1: 4}, {}, {}),
-    "forward, of the user's own": (OwnBackward, "forward", {1: 4}, {}, {}),
-    "backward, of the driver": (Driver, "backward", {1: 4}, {}, {}),
     "backward": (Toy, "backward", {1: 4}, {}, {}),
     "backward, all ranks, small buckets": (Toy, "backward", {0: 3, 1: 4}, {"bucket_cap_mb": 0.0002}, {}),
     "backward, accumulation, clipping": (
         Toy, "backward", {1: 4}, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
-    "backward, parameters in turns": (TwoHeads, "backward", {1: 4}, {"find_unused_parameters": True}, {}),
     "backward, gradients as views of buckets": (
         Toy, "backward", {1: 4}, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 3}),
-    "backward, gradients zeroed": (
-        KeepsZeros, "backward", {1: 4}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002}, {}),
     "backward, parameters used twice": (Twice, "backward", {1: 4}, {}, {}),
     "backward, tokens": (Tokens, "backward", {1: 4}, {"batch_weight": tokens_of}, {}),
-    "backward, sum": (SumLoss, "backward", {1: 4}, {"loss_reduction": "sum"}, {}),
     "backward, hook on a parameter": (Hooked, "backward", {1: 4}, {}, {}),
     "backward, of the user's own": (OwnBackward, "backward", {1: 4}, {}, {}),
 }  # fmt: skip
@@ -265,26 +241,6 @@ def test_batches_that_are_not_divided_are_cut_where_they_do_not_fit(where: str) 
     short, enough = (run_ranks(2, equal_job, where, limit) for limit in (4, None))
     assert short[0][0].distance(enough[0][0]) <= EXACT and short[1][0].distance(enough[0][0]) <= EXACT
     assert [failures for _, failures, _ in short] == [0, 1] and len(short[1][2]) == 1
-
-
-def together_job(rank: int, world: int) -> tuple[Weights, list[int], int, tuple[float, ...]]:
-    module = Toy()
-    wall = Wall(module, "forward", {0: 4, 1: 2}[rank])
-    strategy = balanced(policy=None)
-    _, samples, _ = fitted(rank, world, module, strategy)
-    report = strategy.step_report()
-    assert report is not None
-    return weights(module), samples, wall.failures, tuple(record.compute_s for record in report.records)
-
-
-def test_ranks_that_together_hold_too_little_go_on_in_pieces_and_are_balanced() -> None:
-    outcomes = run_ranks(2, together_job)
-    expected = Toy()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
-    for trained, samples, failures, compute_s in outcomes:
-        assert trained.distance(weights(expected)) <= EXACT
-        assert failures <= 4 and len(samples) == 18
-        assert all(s > 0 for s in compute_s), "what is there to stay is measured"
 
 
 PLANNED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -398,14 +354,6 @@ def test_what_a_failed_try_has_drawn_and_counted_is_put_back() -> None:
     assert counted == 8, "a piece is a batch to BatchNorm"
 
 
-def test_a_size_that_has_fitted_before_is_not_watched_and_a_failed_try_leaves_its_traces() -> None:
-    """Keeping what every step may change costs time in every step: docs/reference/balanced.md says what stays."""
-    drawn, counted = run_ranks(2, noisy_job, None, 2)[0]
-    assert [(batch, size) for batch, _, size in drawn] == [(0, 8), (1, 8), (2, 8), (2, 4), (2, 4), (3, 4), (3, 4)]
-    assert drawn[3][1] != drawn[2][1], "random numbers go on"
-    assert counted == 2 + 1 + 2 + 2, "BatchNorm has counted the failed try, too"
-
-
 # ---- in mixed precision ---------------------------------------------------------------------------------------
 
 
@@ -511,12 +459,9 @@ INCURABLE: dict[str, tuple[Any, str, int, dict[str, Any], str]] = {
     "talks in pieces": (TalksLater, "forward", 4, {}, "once per piece on this rank and once on the others"),
     "no way to cut": (Whole, "forward", 4, {}, "it is not known which dimension is that of the samples"),
     "one sample, backward": (Toy, "backward", 0, {}, "1 sample cannot be divided any further"),
-    "talks in pieces, backward": (Talks, "backward", 4, {}, "once per piece on this rank and once on the others"),
     "static graph, first backward": (Toy, "backward", 4, {"static_graph": True}, "learns from the first backward pass"),
     "reentrant checkpoints": (Reentrant, "forward", 4, {}, "use_reentrant=False"),
-    "reentrant checkpoints, backward": (Reentrant, "backward", 4, {}, "use_reentrant=False"),
     "in a collective, backward": (Nccl, "backward", 4, {}, "in a collective, which this rank cannot begin again"),
-    "in a collective": (Nccl, "forward", 4, {}, "in a collective, which this rank cannot begin again"),
     "manual optimization": (Manual, "forward", 4, {}, "no room for 8 rows"),
 }
 
@@ -539,27 +484,3 @@ def test_what_smaller_pieces_do_not_cure_is_raised_with_the_cause_and_the_reason
             cause, _, why = told[name].partition("\n")
             assert cause.startswith("no room for"), name
             assert reason in (why or cause), name
-
-
-def lone_job(rank: int, world: int) -> None:
-    module = Toy()
-    Wall(module, "forward", 0 if rank == 1 else None)
-    fitted(rank, world, module, balanced())
-
-
-def test_a_rank_that_cannot_go_on_ends_the_job() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="1 sample cannot be divided any further"):
-        run_ranks(2, lone_job)
-
-
-def wrapped_job(rank: int, world: int) -> int:
-    """As Lightning's own tests do: a double of `Strategy.backward` that calls the strategy's."""
-    module, strategy = Toy(), balanced(policy=None)
-    trainer = rank_trainer(rank, world, strategy, max_steps=3)
-    with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
-        trainer.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH // world))
-    return backward.call_count
-
-
-def test_who_wraps_the_strategys_backward_calls_it_once_per_step() -> None:
-    assert run_ranks(2, wrapped_job) == [3, 3]

@@ -6,9 +6,7 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ranks.harness import run_ranks
@@ -120,25 +118,6 @@ def test_sums_and_extremes(seen: list[Seen]) -> None:
             assert epoch["min_epoch"] == near(float(values().min()))
 
 
-def test_integers(seen: list[Seen]) -> None:
-    """The mean over samples of the size of the part each was in."""
-    steps = batches(seen)
-    squares = [sum(len(part) ** 2 for part in step) for step in steps]
-    for one in seen:
-        for got, step, square in zip(one["steps"], steps, squares, strict=True):
-            assert got["size_step"] == near(square / len(flat(step)))
-        for e, epoch in enumerate(one["epochs"]):
-            true = sum(squares[e * STEPS : (e + 1) * STEPS]) / SAMPLES
-            assert epoch["size_epoch"] == pytest.approx(true, abs=1e-4)
-
-
-def test_value_of_one_rank_alone_stays_its_own(seen: list[Seen]) -> None:
-    for one in seen:
-        for got, part in zip(one["steps"], one["mine"], strict=True):
-            if part:
-                assert got["own"] == near(math.fsum(part) / len(part))
-
-
 @pytest.mark.stock_ddp("logging: torchmetrics", "balanced")
 def test_torchmetrics_states_are_exact(seen: list[Seen]) -> None:
     """Summed and concatenated states count each sample once, a dummy batch never."""
@@ -156,15 +135,6 @@ def test_torchmetrics_states_are_exact(seen: list[Seen]) -> None:
             assert epoch["weighted"] == near(float(x.mean()))
 
 
-def test_validation_counts_samples(seen: list[Seen]) -> None:
-    """50 samples in batches of 4: the ranks' last batches differ in size; the sampler pads to equal lengths."""
-    world = len(seen)
-    per_rank = -(-50 // world)
-    padded = torch.cat([values()[:50], values()[: per_rank * world - 50]])
-    for one in seen:
-        assert all(epoch["val_epoch"] == near(float(padded.mean())) for epoch in one["epochs"])
-
-
 def squared(batch: Any) -> float:
     return float(len(batch[0]) ** 2)
 
@@ -178,38 +148,3 @@ def test_means_per_step_count_the_users_unit() -> None:
         true = math.fsum(w * v for w, v in zip(weights, of_ranks, strict=True)) / sum(weights)
         assert all(one["steps"][t]["mean_step"] == near(true) for one in seen)
     assert all(epoch["mean_epoch"] == near(float(values().mean())) for one in seen for epoch in one["epochs"])
-
-
-class Reduces(Logs):
-    """A user's own collectives inside a step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x,) = batch
-        strategy: Any = self.trainer.strategy
-        total = strategy.reduce(x.sum().clone(), reduce_op="sum")
-        number = strategy.reduce(torch.tensor(len(x)), reduce_op="sum")
-        whole = strategy.reduce(torch.tensor(self.global_rank), reduce_op="mean")
-        gathered = strategy.all_gather(torch.tensor([float(self.global_rank)])).flatten().tolist()
-        self.mine.append([float(total), float(number), float(whole), *gathered])
-        strategy.barrier()
-        assert strategy.broadcast(self.global_rank, src=1) == 1
-        assert strategy.reduce("text") == "text"
-        assert strategy.reduce_boolean_decision(self.global_rank == 0, all=False)
-        assert not strategy.reduce_boolean_decision(self.global_rank == 0)
-        return (self.weight * x).mean()
-
-
-def reduced(rank: int, world: int) -> list[list[float]]:
-    module = Reduces()
-    trainer = rank_trainer(rank, world, balanced(), max_epochs=1, limit_val_batches=0)
-    module.on_train_epoch_end = lambda: None  # type: ignore[method-assign]
-    trainer.fit(module, DataLoader(TensorDataset(values()), batch_size=BATCH // world, shuffle=True))
-    return module.mine
-
-
-def test_collectives_of_the_user_are_untouched() -> None:
-    first, second = run_ranks(2, reduced)
-    assert first == second
-    assert [row[1] for row in first] == [16, 16, 16, 16, 16, 6]
-    assert math.fsum(row[0] for row in first) == near(float(values().sum()))
-    assert all(row[2:] == [0.5, 0.0, 1.0] for row in first)

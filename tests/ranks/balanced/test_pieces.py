@@ -7,28 +7,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.balanced.runtime.pieces import (
-    GradientsTaken,
     MemoryWatch,
     PieceGradients,
     cut,
-    leaves,
     save_buffers,
     save_random_states,
-    stand_in,
 )
-from lightning_hetero.measure.device import device_of, is_out_of_memory
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.caps import MemoryCap
-
-
-def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
-
-
-def losses(module: nn.Module, x: Tensor, sizes: list[int]) -> list[tuple[Tensor, float]]:
-    return [(module(part).square().mean(), len(part) / len(x)) for part in x.split(sizes)]
 
 
 def test_pieces_are_few_and_equal_and_none_is_too_small() -> None:
@@ -42,51 +31,6 @@ def test_pieces_are_few_and_equal_and_none_is_too_small() -> None:
                     assert samples // least <= len(sizes)  # as many as there may be
                 else:
                     assert len(sizes) == -(-samples // max(most, 1))
-
-
-def test_gradients_of_pieces_are_those_of_the_whole_and_no_hook_runs() -> None:
-    module, x = net(), torch.randn(7, 3, dtype=torch.float64)
-    ran: list[str] = []
-    first = module[0].weight
-    handles = [first.register_hook(lambda g: ran.append("hook") or 3 * g)]
-    handles.append(first.register_post_accumulate_grad_hook(lambda p: ran.append("accumulated")))
-    total = PieceGradients(module.parameters())
-    for loss, weight in losses(module, x, [3, 2, 2]):
-        total.add(loss, weight)
-    assert ran == [] and all(p.grad is None for p in module.parameters())
-    value = module(x).square().mean().detach()
-    stand = stand_in(value, total.gradients())
-    assert float(stand.detach()) == float(value)
-    assert {id(leaf) for leaf in leaves(stand)} == {id(p) for p in module.parameters()}
-    (0.5 * stand).backward()
-    assert ran == ["hook", "accumulated"]
-    got = [p.grad.clone() for p in module.parameters()]  # type: ignore[union-attr]
-    module.zero_grad()
-    (0.5 * module(x).square().mean()).backward()
-    for p, g in zip(module.parameters(), got, strict=True):
-        torch.testing.assert_close(g, p.grad, rtol=1e-13, atol=1e-15)
-    for handle in handles:
-        handle.remove()  # the users' own, still valid
-    module.zero_grad()
-    module(x).square().mean().backward()
-    assert len(ran) == 4
-
-
-def test_a_loss_that_stands_in_has_one_backward_pass() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    stand = stand_in(torch.tensor(1.0), {weight: torch.ones(2)})
-    stand.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="has one backward pass only"):
-        stand.backward()
-
-
-def test_parameters_that_autograd_gives_one_gradient_tensor() -> None:
-    a, b = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    total = PieceGradients([a, b])
-    for _ in range(3):
-        total.add((a + b).sum(), 1.0)
-    found = total.gradients()
-    assert found[a].tolist() == found[b].tolist() == [3.0, 3.0]
 
 
 def test_half_precision_is_summed_in_single_and_a_scaled_loss_does_not_underflow() -> None:
@@ -104,38 +48,6 @@ def test_a_piece_of_weight_0_adds_nothing_but_uses_its_parameters() -> None:
     total = PieceGradients([weight])
     total.add((weight / 0.0).sum() * torch.tensor(float("nan")), 0.0)
     assert total.gradients()[weight].tolist() == [0.0]
-
-
-@pytest.mark.parametrize("accumulating", [False, True])
-def test_which_gradients_a_broken_pass_has_left(accumulating: bool) -> None:
-    class Wall(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            raise torch.OutOfMemoryError("no room")
-
-    module, x = net(), torch.randn(2, 3, dtype=torch.float64)
-    if accumulating:
-        module(x).sum().backward()
-    taken = GradientsTaken(module.parameters())
-    taken.begin()
-    with pytest.raises(torch.OutOfMemoryError):
-        module[2](Wall.apply(module[:2](x))).sum().backward()
-    assert taken.taken() == {id(p) for p in module[2].parameters()}
-    taken.close()
-    assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
-
-
-def test_what_counts_as_a_lack_of_memory() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError("anything"))
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(2**60, dtype=torch.uint8)  # more than any address space
-    assert is_out_of_memory(error.value)
-    assert not is_out_of_memory(RuntimeError("out of luck"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_buffers_and_random_states_are_put_back() -> None:

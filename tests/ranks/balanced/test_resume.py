@@ -147,17 +147,6 @@ def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(
         assert fit_loop["state_dict"] == stock["loops"]["fit_loop"]["state_dict"]  # no loader state of ours
 
 
-def one_rank_job(rank: int, world: int, ckpt: str) -> Result:
-    return fit(rank, world, balanced(), loader(BATCH // 4), ckpt=ckpt)
-
-
-def test_the_strategy_on_one_device_continues_mid_epoch(
-    saved: dict[int, Path], expected: dict[int, Result]
-) -> None:
-    ranks = run_ranks(1, one_rank_job, str(saved[4] / "plain/batch-1-2.ckpt"))
-    check(ranks, expected[1], 9, "4 -> 1")
-
-
 # ---- samplers, data modules, refusals ----------------------------------------------------------------------
 
 

@@ -206,10 +206,7 @@ def tuner_job(rank: int, world: int) -> tuple[float | None, int, str, Weights]:
     with pytest.raises(ValueError) as error:
         Tuner(rank_trainer(rank, world, balanced(), max_epochs=1)).scale_batch_size(module, max_trials=1)
     return (
-        found.suggestion(skip_begin=1, skip_end=1),
-        len(found.results["lr"]),
-        str(error.value),
-        weights(after),
+        found.suggestion(skip_begin=1, skip_end=1), len(found.results["lr"]), str(error.value), weights(after)
     )
 
 

@@ -127,7 +127,7 @@ class Ranks:
         own = self.ranks[rank] = OneRank(self.run, rank, self.before)
         return self.pool.submit(own.admission._come_together, self.alive, self.before)
 
-    def newcomer(self, rank: int) -> Future[None]:
+    def joining_rank(self, rank: int) -> Future[None]:
         """It is connected."""
         own = self.ranks[rank] = OneRank(self.run, rank, self.alive)
 
@@ -148,36 +148,36 @@ class Ranks:
         return {rank: own.rebuilt for rank, own in self.ranks.items()}
 
 
-def test_all_begin_together_when_the_newcomers_are_ready(run: Run) -> None:
+def test_all_begin_together_when_the_joining_ranks_are_ready(run: Run) -> None:
     ranks = Ranks(run)
     members = [ranks.member(0), ranks.member(1)]
-    first = ranks.newcomer(2)
+    first = ranks.joining_rank(2)
     with pytest.raises(TimeoutError):  # not before the other one
         members[0].result(0.2)
-    second = ranks.newcomer(3)
+    second = ranks.joining_rank(3)
     assert [m.result(20.0) for m in members] == ["", ""]
     assert (first.result(20.0), second.result(20.0)) == (None, None)
     assert run.met == {} and not any(ranks.rebuilt().values())
 
 
-def test_without_a_newcomer_that_falls_silent_the_others_begin_with_those_that_are_ready(run: Run) -> None:
+def test_without_a_joining_rank_that_falls_silent_the_others_begin_with_those_that_are_ready(run: Run) -> None:
     ranks = Ranks(run)
     members = [ranks.member(0), ranks.member(1)]
-    ready = ranks.newcomer(2)
+    ready = ranks.joining_rank(2)
     with pytest.raises(TimeoutError):
         ready.result(0.2)
     run.silent.add(3)
     why = "rank 3 died or fell silent"
     assert [m.result(20.0) for m in members] == [why, why] and ready.result(20.0) is None
     assert ranks.rebuilt() == {rank: [(0, 1, 2)] for rank in (0, 1, 2)}
-    assert run.met == {"not all newcomers have come": {0, 1, 2}}
-    late = ranks.newcomer(3)  # it was only stopped
+    assert run.met == {"not all joining ranks have come": {0, 1, 2}}
+    late = ranks.joining_rank(3)  # it was only stopped
     with pytest.raises(RuntimeError, match=f"the others train without rank 3, which wanted to join: {why}; start it"):
         late.result(20.0)
     assert ranks.rebuilt()[3] == []
 
 
-def test_a_connected_newcomer_that_is_not_ready_in_time_keeps_nobody(run: Run) -> None:
+def test_a_connected_joining_rank_that_is_not_ready_in_time_keeps_nobody(run: Run) -> None:
     """The members wait for it where all meet, and it leaves."""
     ranks = Ranks(run, asking=(2,))
     members = [ranks.member(0), ranks.member(1)]
@@ -187,15 +187,15 @@ def test_a_connected_newcomer_that_is_not_ready_in_time_keeps_nobody(run: Run) -
     with pytest.raises(TimeoutError):
         members[0].result(0.2)
     with suppress(RuntimeError):
-        ranks.newcomer(2).result(20.0)
+        ranks.joining_rank(2).result(20.0)
     assert all("rank 2 died or fell silent" in m.result(20.0) for m in members)
     assert ranks.rebuilt() == {0: [(0, 1)], 1: [(0, 1)], 2: []}
 
 
-def test_when_the_lowest_dies_nobody_waits_for_newcomers_that_still_load(run: Run) -> None:
+def test_when_the_lowest_dies_nobody_waits_for_joining_ranks_that_still_load(run: Run) -> None:
     """Only it would know whether they live."""
     ranks = Ranks(run)
-    left, ready = ranks.member(1), ranks.newcomer(2)
+    left, ready = ranks.member(1), ranks.joining_rank(2)
     Coming(run.store, GENERATION).waits(0)
     with pytest.raises(TimeoutError):
         left.result(0.2)
@@ -204,34 +204,34 @@ def test_when_the_lowest_dies_nobody_waits_for_newcomers_that_still_load(run: Ru
     assert ranks.rebuilt() == {1: [(1, 2)], 2: [(1, 2)]}
 
 
-def test_when_another_member_dies_newcomers_that_still_load_are_waited_for(run: Run) -> None:
+def test_when_another_member_dies_joining_ranks_that_still_load_are_waited_for(run: Run) -> None:
     ranks = Ranks(run)
-    left, ready = ranks.member(0), ranks.newcomer(2)
+    left, ready = ranks.member(0), ranks.joining_rank(2)
     Coming(run.store, GENERATION).waits(1)
     run.connected.discard(1)
     with pytest.raises(TimeoutError):
         left.result(0.3)
-    assert ranks.newcomer(3).result(20.0) is ready.result(20.0) is None
+    assert ranks.joining_rank(3).result(20.0) is ready.result(20.0) is None
     assert left.result(20.0) == ""  # where all meet next, rank 1 is missed
     assert not any(ranks.rebuilt().values())
 
 
-def test_newcomers_that_no_member_is_left_for_go_on_alone(run: Run) -> None:
+def test_joining_ranks_that_no_member_is_left_for_go_on_alone(run: Run) -> None:
     ranks = Ranks(run)
     for member in (0, 1):
         Coming(run.store, GENERATION).waits(member)
-    newcomers = [ranks.newcomer(2), ranks.newcomer(3)]
+    joining_ranks = [ranks.joining_rank(2), ranks.joining_rank(3)]
     with pytest.raises(TimeoutError):
-        newcomers[0].result(0.2)
+        joining_ranks[0].result(0.2)
     run.connected -= {0, 1}
-    assert [newcomer.result(20.0) for newcomer in newcomers] == [None, None]
+    assert [joining_rank.result(20.0) for joining_rank in joining_ranks] == [None, None]
     assert ranks.rebuilt() == {2: [(2, 3)], 3: [(2, 3)]}
 
 
 def test_a_member_that_falls_silent_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_MEMBER_S", 0.3)
     ranks = Ranks(run, asking=(2,))
-    left, ready = ranks.member(0), ranks.newcomer(2)
+    left, ready = ranks.member(0), ranks.joining_rank(2)
     with run.changed:
         assert run.changed.wait_for(lambda: bool(run.met), 20.0)
         run.connected.discard(1)  # the server gives it up
@@ -240,7 +240,7 @@ def test_a_member_that_falls_silent_is_left_out(run: Run, monkeypatch: pytest.Mo
     assert ranks.rebuilt() == {0: [(0, 2)], 2: [(0, 2)]}
 
 
-def test_the_members_watch_also_over_a_newcomer_with_a_lower_rank(run: Run) -> None:
+def test_the_members_watch_also_over_a_joining_rank_with_a_lower_rank(run: Run) -> None:
     run.connected = {2, 3}
     ranks = Ranks(run, before=(2, 3), asking=(1,))
     members = [ranks.member(2), ranks.member(3)]
@@ -257,7 +257,7 @@ def test_where_a_group_cannot_be_made_all_are_told_and_go_on_as_they_were(run: R
     assert "rank 2 did not come" in failing.admission._come_together((0, 1, 2), (0, 1))
     assert "rank 2 did not come" in other.result(20.0)
     assert ranks.rebuilt() == {0: [(0, 1)], 1: [(0, 1)]}
-    with pytest.raises(RuntimeError, match="the process group with newcomers is not made: rank 2 did not come"):
+    with pytest.raises(RuntimeError, match="the process group with joining ranks is not made: rank 2 did not come"):
         Coming(run.store, GENERATION).living([0, 1, 2])
 
 
@@ -266,7 +266,7 @@ def test_what_is_told_names_who_is_in_and_who_is_not(run: Run) -> None:
     own = ranks.ranks[0] = OneRank(run, 0, (0, 1))
     own.admission._invitations, own.nodes = [], {}  # type: ignore[attr-defined]
     own.invite = lambda *_: None  # type: ignore[attr-defined]
-    let_in, other, ready = ranks.pool.submit(own.admission._let_in, [2, 3]), ranks.member(1), ranks.newcomer(2)
+    let_in, other, ready = ranks.pool.submit(own.admission._let_in, [2, 3]), ranks.member(1), ranks.joining_rank(2)
     with pytest.raises(TimeoutError):
         ready.result(0.2)
     run.silent.add(3)
@@ -278,7 +278,7 @@ def test_what_is_told_names_who_is_in_and_who_is_not(run: Run) -> None:
     ]
 
 
-def test_who_wrote_the_checkpoint_removes_it_also_if_a_newcomer_is_lower(run: Run) -> None:
+def test_who_wrote_the_checkpoint_removes_it_also_if_a_joining_rank_is_lower(run: Run) -> None:
     removed: list[str] = []
     own = OneRank(run, 2, (2, 3))
     own.admission._trainer.strategy = SimpleNamespace(  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.base.elastic import join
 from lightning_hetero.base.elastic.admission import Admission
-from lightning_hetero.base.elastic.join import Coming, Invitation, JoinRequests, Newcomer
+from lightning_hetero.base.elastic.join import Coming, Invitation, JoiningRank, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
@@ -61,17 +61,17 @@ def host(environment: LightningEnvironment) -> dist.TCPStore:
 
 
 class Waiting(threading.Thread):
-    """A newcomer that waits; keeps what it gets."""
+    """A joining rank that waits; keeps what it gets."""
 
     def __init__(self, environment: LightningEnvironment, rank: int = 2) -> None:
         super().__init__()
-        self.newcomer = Newcomer(environment, rank)
+        self.joining_rank = JoiningRank(environment, rank)
         self.got: Any = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.got = self.newcomer.wait()
+            self.got = self.joining_rank.wait()
         except (RuntimeError, OSError) as error:
             self.got = error
 
@@ -164,27 +164,27 @@ def test_an_invitation_of_a_stranger_in_the_store_is_refused(
 # ---- is there a run to join? ----------------------------------------------------------------------------------
 
 
-def test_nobody_is_a_newcomer_where_nothing_runs(environment: LightningEnvironment) -> None:
-    assert Newcomer.find(environment, 2) is None  # no store
+def test_nobody_is_a_joining_rank_where_nothing_runs(environment: LightningEnvironment) -> None:
+    assert JoiningRank.find(environment, 2) is None  # no store
     store = host(environment)
-    assert Newcomer.find(environment, 2) is None  # a run that is just starting
+    assert JoiningRank.find(environment, 2) is None  # a run that is just starting
     JoinRequests(environment).announce()
     assert store.check(["lightning_hetero/run"])
-    assert Newcomer.find(environment, 2) is not None
+    assert JoiningRank.find(environment, 2) is not None
 
 
 def test_only_ranks_that_somebody_else_started_can_join(
     requests: JoinRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = LightningEnvironment()
-    assert Newcomer.find(environment, 2) is not None
-    assert Newcomer.find(environment, 0) is None
-    assert Newcomer.find(TorchElasticEnvironment(), 2) is None
+    assert JoiningRank.find(environment, 2) is not None
+    assert JoiningRank.find(environment, 0) is None
+    assert JoiningRank.find(TorchElasticEnvironment(), 2) is None
     with monkeypatch.context() as patch:
         patch.delenv("LOCAL_RANK")
-        assert Newcomer.find(environment, 2) is None  # Lightning will start the ranks
+        assert JoiningRank.find(environment, 2) is None  # Lightning will start the ranks
     monkeypatch.setenv("LIGHTNING_HETERO_LAUNCHER", "1:-1")
-    assert Newcomer.find(environment, 2) is None
+    assert JoiningRank.find(environment, 2) is None
 
 
 # ---- asking and answering -------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_who_asks_is_found_as_often_as_one_looks_and_invited_once(environment: A
     assert asked(requests, [1, 2]) == [2] == requests.asking([1, 2])
     assert requests.asking([1]) == []
     invite(requests, 2)
-    assert waiting.ended() == INVITATION == waiting.newcomer.invitation
+    assert waiting.ended() == INVITATION == waiting.joining_rank.invitation
     assert requests.asking([1, 2]) == []
     again = Waiting(environment)  # it died, and has no use for the invitation before
     assert asked(requests, [2]) == [2]
@@ -238,33 +238,33 @@ def test_an_invitation_that_nobody_has_read_is_not_for_the_next(environment: Any
     assert "ended before it was let in" in str(waiting.ended())
 
 
-def test_whether_a_newcomer_comes_or_has_gone_is_said_once(environment: Any) -> None:
+def test_whether_a_joining_rank_comes_or_has_gone_is_said_once(environment: Any) -> None:
     store = host(environment)
-    member, newcomer = Coming(store, 8), Coming(store, 8)
-    assert newcomer.comes(2)
+    member, joining_rank = Coming(store, 8), Coming(store, 8)
+    assert joining_rank.comes(2)
     member.goes(2)
-    assert newcomer.comes(2) and member.gone([1, 2]) == set()
+    assert joining_rank.comes(2) and member.gone([1, 2]) == set()
     member.goes(1)
-    assert not newcomer.comes(1) and newcomer.gone([1, 2]) == {1}
+    assert not joining_rank.comes(1) and joining_rank.gone([1, 2]) == {1}
     assert Coming(store, 9).comes(1), "another group"
 
 
 class Comes(threading.Thread):
-    """A newcomer that comes into a process group; keeps the invitation, or the error.
+    """A joining rank that comes into a process group; keeps the invitation, or the error.
 
     Args:
         fails: how often no group can be made with it.
     """
 
-    def __init__(self, newcomer: Newcomer, fails: int = 0) -> None:
+    def __init__(self, joining_rank: JoiningRank, fails: int = 0) -> None:
         super().__init__()
-        self.newcomer, self.fails, self.got = newcomer, fails, None
+        self.joining_rank, self.fails, self.got = joining_rank, fails, None
         self.built: list[int] = []
         self.start()
 
     def run(self) -> None:
         try:
-            self.got: Any = self.newcomer.come(self.build)
+            self.got: Any = self.joining_rank.come(self.build)
         except RuntimeError as error:
             self.got = error
 
@@ -296,67 +296,65 @@ def invited(requests: JoinRequests, place: Place, *generations: int) -> None:
         invite(requests, 2, replace(INVITATION, generation=generation, address={**ADDRESS, "port": place.store.port}))
 
 
-def test_a_newcomer_is_heard_of_until_it_trains_or_dies(
+def test_a_joining_rank_is_heard_of_until_it_trains_or_dies(
     environment: Any, requests: JoinRequests, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(join, "_BEAT_S", 0.01)
-    comes = Comes(Newcomer(environment, 2))
+    comes = Comes(JoiningRank(environment, 2))
     invited(requests, place, 8)
     comes.join(20.0)
     assert comes.got.generation == 8
     assert Coming(place.store, 8).gone([2]) == set()
 
-    def silent_within(seconds: float) -> bool:
-        deadline_s = time.monotonic() + seconds
-        while time.monotonic() < deadline_s:
-            if requests.silent([2], for_s=0.25):
-                return True
-            time.sleep(0.01)
-        return False
-
-    assert not silent_within(0.75)
-    comes.newcomer.trains()
-    assert silent_within(20.0)
+    deadline_s, beat = time.monotonic() + 20.0, requests._beat_of(2)
+    while requests._beat_of(2) == beat:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    assert requests.silent([2], for_s=20.0) == []
+    comes.joining_rank.trains()
+    while not requests.silent([2], for_s=0.25):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_who_asks_again_is_not_waited_for_where_it_was_invited_before(
     environment: Any, requests: JoinRequests, place: Place
 ) -> None:
     """Its process has died, and was started again at once: it is heard of, but does not come."""
-    comes = Comes(Newcomer(environment, 2))
+    comes = Comes(JoiningRank(environment, 2))
     invited(requests, place, 8)
     comes.join(20.0)
     assert requests.silent([2], for_s=20.0) == []
-    again = Comes(Newcomer(environment, 2))
+    again = Comes(JoiningRank(environment, 2))
     assert asked(requests, [2]) == [2] == requests.silent([2], for_s=20.0)
     invited(requests, place, 10)
     again.join(20.0)
     assert again.got.generation == 10 and requests.silent([2], for_s=20.0) == []
-    comes.newcomer.trains()
-    again.newcomer.trains()
+    comes.joining_rank.trains()
+    again.joining_rank.trains()
 
 
 def test_who_is_taken_for_gone_asks_again(environment: Any, requests: JoinRequests, place: Place) -> None:
     Coming(place.store, 8).goes(2)
-    comes = Comes(Newcomer(environment, 2))
+    comes = Comes(JoiningRank(environment, 2))
     invited(requests, place, 8, 10)
     comes.join(20.0)
-    comes.newcomer.trains()
+    comes.joining_rank.trains()
     assert comes.got.generation == 10 and comes.built == [10]
 
 
 @pytest.mark.parametrize("fails", [1, 3])
-def test_where_no_group_can_be_made_a_newcomer_asks_again_but_not_for_ever(
+def test_where_no_group_can_be_made_a_joining_rank_asks_again_but_not_for_ever(
     environment: Any, requests: JoinRequests, place: Place, fails: int
 ) -> None:
-    comes = Comes(Newcomer(environment, 2), fails=fails)
+    comes = Comes(JoiningRank(environment, 2), fails=fails)
     invited(requests, place, *range(8, 8 + min(3, 1 + fails)))
     comes.join(20.0)
     if fails == 3:
         assert "a rank did not come" in str(comes.got) and comes.built == [8, 9, 10]
     else:
         assert comes.got.generation == 9
-    comes.newcomer.trains()
+    comes.joining_rank.trains()
 
 
 # ---- stores come and go ---------------------------------------------------------------------------------------
@@ -381,7 +379,7 @@ def test_who_asks_before_the_death_was_noticed_asks_again_in_the_next_store(envi
 def test_without_a_store_the_run_has_ended(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "_SILENT_S", 0.3)
     with pytest.raises(RuntimeError, match="the run that rank 2 wanted to join has ended"):
-        Newcomer(environment, 2).wait()
+        JoiningRank(environment, 2).wait()
 
 
 @pytest.mark.parametrize("whose", ["torch's", "ours"])
@@ -399,7 +397,7 @@ def test_the_end_of_a_run_sends_home_who_waits_and_who_comes_later(environment: 
     requests.close([1, 2])
     assert "ended before it was let in; start all ranks" in str(waiting.ended())
     if store is not None:  # torch's store stays, e.g. for trainer.test
-        assert Newcomer.find(environment, 2) is None
+        assert JoiningRank.find(environment, 2) is None
         assert "ended before it was let in" in str(Waiting(environment).ended())
     requests.close([1, 2])
 
@@ -449,7 +447,7 @@ def test_where_no_store_can_be_nobody_joins_and_nothing_is_lost(environment: Any
     through_a_file.close([0, 1])
 
 
-# ---- what a newcomer resumes from -------------------------------------------------------------------------------
+# ---- what a joining rank resumes from -------------------------------------------------------------------------------
 
 
 class OneMissing(Members):
@@ -465,7 +463,7 @@ class Asked:
         return list(ranks)
 
 
-def test_a_newcomers_checkpoint_that_cannot_be_saved_does_not_end_the_members(tmp_path: Path) -> None:
+def test_a_joining_ranks_checkpoint_that_cannot_be_saved_does_not_end_the_members(tmp_path: Path) -> None:
     """A full disk, or none: they train on, and try again after the next epoch."""
     (tmp_path / "file").touch()
     trainer = quiet_trainer(devices=1, max_epochs=2, default_root_dir=tmp_path / "file" / "folder")
@@ -484,6 +482,6 @@ def test_a_newcomers_checkpoint_that_cannot_be_saved_does_not_end_the_members(tm
     admission.expect()
     trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
     assert admission._asking == [1]
-    (saved,) = tmp_path.glob(".newcomer-*.ckpt")
+    (saved,) = tmp_path.glob(".joining-*.ckpt")
     admission._remove_checkpoint()
     assert not saved.exists()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
@@ -137,19 +134,6 @@ def monitor_job(rank: int, world: int) -> tuple[Seen, Seen]:
     return one, stock
 
 
-def silent_job(rank: int, world: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for strategy in (balanced(), DDPStrategy(process_group_backend="gloo")):
-            callbacks = [StragglerMonitor(every_n_steps=2)]
-            rank_trainer(rank, world, strategy, callbacks=callbacks, max_epochs=1).fit(Toy(), loader())
-    return [str(w.message) for w in caught if "hetero/" in str(w.message)]
-
-
-def test_without_a_logger_nothing_is_warned_of() -> None:
-    assert run_ranks(2, silent_job) == [[], []]
-
-
 @pytest.fixture(scope="module")
 def monitored() -> list[tuple[Seen, Seen]]:
     return run_ranks(2, monitor_job)
@@ -217,19 +201,6 @@ def test_with_stock_ddp_the_monitor_reports_means_of_the_epoch(monitored: list[t
         assert [values[f"hetero/share/rank{r}"] for r in range(2)] == [BATCH / 2] * 2
 
 
-def test_the_last_line_tells_the_shares(monitored: list[tuple[Seen, Seen]]) -> None:
-    pattern = (
-        r"hetero_balanced: shares (\d+)/(\d+), [\d.]+ ms of work per batch;"
-        r" equal shares would take [\d.]+ times as long"
-    )
-    for one, _ in monitored:
-        assert one.summary is not None
-        found = re.fullmatch(pattern, one.summary)
-        assert found and int(found[1]) + int(found[2]) == BATCH
-    assert monitored[0][0].summary == monitored[1][0].summary
-    assert monitored[0][0].lines == [monitored[0][0].summary]
-
-
 def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: list[tuple[Seen, Seen]]) -> None:
     (line,) = monitored[0][1].lines
     pattern = (
@@ -241,11 +212,6 @@ def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: l
     assert found, line
     # Two ranks, ten steps; the text has one decimal.
     assert float(found[2]) == pytest.approx(2 * 2 * STEPS * float(found[1]) * 1e-3, abs=0.06)
-
-
-def test_the_monitor_refuses_a_bad_interval() -> None:
-    with pytest.raises(ValueError, match=r"every_n_steps=0 must be at least 1"):
-        StragglerMonitor(every_n_steps=0)
 
 
 # ---- who is slow ------------------------------------------------------------------------------------------------
@@ -290,26 +256,6 @@ def named_job(rank: int, world: int) -> list[tuple[list[str], list[tuple[int | N
     ]
 
 
-def asynchronous_job(rank: int, world: int) -> list[bool]:
-    gather, found = dist.all_gather, []
-
-    def noted(tensors: Any, tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        found.append(async_op)
-        return gather(tensors, tensor, *args, async_op=async_op, **kwargs)
-
-    with mock.patch.object(dist, "all_gather", noted):
-        strategy = DDPStrategy(process_group_backend="gloo")
-        fit(rank, world, strategy, StragglerMonitor(every_n_steps=1), max_epochs=1, data={"samples": 30 * BATCH})
-    return found
-
-
-def test_with_stock_ddp_no_step_waits_for_what_ranks_tell_of_theirs() -> None:
-    """Waiting for it took a seventh of steps of 20 ms where every step is logged."""
-    for found in run_ranks(2, asynchronous_job):
-        steps, of_the_epoch = [a for a in found if a], [a for a in found if not a]
-        assert 1 <= len(steps) <= 30 / 5 + 1 and len(of_the_epoch) <= 1
-
-
 @pytest.fixture(scope="module")
 def named() -> list[Any]:
     return run_ranks(2, named_job)
@@ -330,48 +276,6 @@ def test_a_slow_rank_is_named_once_since_when_and_by_how_much(named: list[Any], 
     before = [values for step, values in calls if step is not None and step < SLOW_FROM]
     assert all(values["hetero/straggler/max"] == 1.0 for values in before)
     assert named[1][run] == ([], [])
-
-
-def useless_job(rank: int, world: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(rank, world, balanced(), StragglerMonitor(batch_cost=tokens), max_epochs=1)
-    return [str(w.message) for w in caught if "StragglerMonitor(batch_cost" in str(w.message)]
-
-
-def test_a_cost_that_an_engine_would_not_see_is_warned_of() -> None:
-    first, second = run_ranks(2, useless_job)
-    assert len(first) == 1 and "give it to LoadBalancedStrategy" in first[0] and second == []
-    with pytest.raises(TypeError, match="batch_cost=5 must be a function of the batch"):
-        StragglerMonitor(batch_cost=5)  # type: ignore[arg-type]
-
-
-# ---- what a step costs ------------------------------------------------------------------------------------------
-
-
-class Counting(LoadBalancedStrategy):
-    """Counts how often a report is asked for and built."""
-
-    built = 0
-
-    def step_report(self) -> Any:
-        self.built += 1
-        return super().step_report()
-
-
-def built_job(rank: int, world: int) -> tuple[int, int]:
-    strategy = Counting(process_group_backend="gloo", monitor=False, exchange_every=1)
-    trainer = rank_trainer(
-        rank, world, strategy, callbacks=[StragglerMonitor(every_n_steps=4)], max_epochs=1, logger=Noting(),
-        accumulate_grad_batches=2,
-    )  # fmt: skip
-    trainer.fit(Toy(), loader(samples=16 * BATCH))
-    return strategy.built, trainer.global_step
-
-
-def test_nothing_is_built_in_steps_that_are_not_reported() -> None:
-    """Sixteen batches are eight steps of two; every fourth is reported, and once; one report is kept after the fit."""
-    assert run_ranks(2, built_job) == [(2 + 1, 8), (1, 8)]
 
 
 # ---- without a monitor ------------------------------------------------------------------------------------------
@@ -464,14 +368,3 @@ def test_user_code_sees_what_it_sees_under_stock_ddp() -> None:
             # One line, which is what ``monitor`` is: said, not logged.
             assert len(engine[4]) == (rank == 0), name
             assert all(line.startswith(f"hetero_{name}: ") for line in engine[4])
-
-
-def quiet_job(rank: int, world: int) -> list[int]:
-    return [
-        len(fit(rank, world, LoadBalancedStrategy(process_group_backend="gloo", monitor=monitor), *callbacks)[0].lines)
-        for monitor, callbacks in ((True, []), (False, []), (True, [StragglerMonitor()]), (False, [StragglerMonitor()]))
-    ]
-
-
-def test_the_line_is_told_once_unless_declined() -> None:
-    assert run_ranks(2, quiet_job) == [[1, 0, 1, 1], [0, 0, 0, 0]]

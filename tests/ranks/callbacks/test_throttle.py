@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
@@ -22,11 +19,6 @@ from tests.ranks.emulate.kit import Time
 
 CHANGING = Scenario(sample_s=0.01, step_s=0.1).slow(0, 2, at_step=4)
 EXPECTED = [CHANGING.work_s(0, step, samples) for step, samples in enumerate([4, 4, 2, 4, 4, 2])]
-
-
-def test_only_a_scenario_is_taken() -> None:
-    with pytest.raises(TypeError, match="must be a Scenario"):
-        ThrottleCallback(None)  # pyright: ignore[reportArgumentType]
 
 
 @WARNINGS
@@ -75,64 +67,6 @@ def test_the_sleep_comes_before_the_backward_pass(tmp_path: Path) -> None:
 
     fit(tmp_path, [ThrottleCallback(CHANGING, throttle=time.throttle)], Watched(), max_epochs=1)
     assert order == [f"backward after {n} sleeps" for n in (1, 2, 3)]
-
-
-@WARNINGS
-def test_steps_go_on_after_a_resume(tmp_path: Path) -> None:
-    first, second = Time(), Time()
-    trainer = fit(tmp_path, [ThrottleCallback(CHANGING, throttle=first.throttle)], max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    callback = pickle.loads(pickle.dumps(ThrottleCallback(CHANGING)))  # as a spawn launcher does
-    callback._make_throttle = second.throttle
-    loader = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=4)
-    resumed = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        default_root_dir=tmp_path,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    resumed.fit(Net(), loader, ckpt_path=tmp_path / "last.ckpt")
-    assert first.sleeps + second.sleeps == pytest.approx(EXPECTED)
-
-
-class Working(Net):
-    """Forward takes 0.01 s and backward 0.03 s of the test's clock; the optimizer, 1 s, is no work."""
-
-    def __init__(self, time: Time, backwards: int = 0) -> None:
-        super().__init__(backwards)
-        self.time = time
-        self.layer.weight.register_hook(self.spend)
-
-    def spend(self, _: Tensor) -> None:
-        self.time.now_s += 0.03
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        self.time.now_s += 0.01
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.time.now_s += 1.0
-
-
-@WARNINGS
-def test_real_work_is_part_of_the_emulated_time(tmp_path: Path) -> None:
-    time = Time()
-    callback = ThrottleCallback(CHANGING, throttle=time.throttle, backward_per_forward=3.0)
-    fit(tmp_path, [callback], Working(time))
-    assert time.sleeps == pytest.approx([expected - 0.04 for expected in EXPECTED])
-
-
-@WARNINGS
-def test_stretched_work_counts_the_backward_pass(tmp_path: Path) -> None:
-    time = Time()
-    fit(tmp_path, [ThrottleCallback(Scenario(speeds=[0.5]), throttle=time.throttle)], Working(time), max_epochs=1)
-    # taken for two forward passes at first; 3, as was measured, from then on, with what was missing
-    assert time.sleeps == pytest.approx([0.03, 0.05, 0.04])
 
 
 @WARNINGS

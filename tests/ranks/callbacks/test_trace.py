@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +26,7 @@ def test_stock_strategies_are_traced_with_batch_times(tmp_path: Path) -> None:
     assert (run.kind, run.data["world_size"], run.data["strategy"]) == ("run", 1, "SingleDeviceStrategy")
     assert abs(run.data["unix_s"] - time.time()) < 600 and "engine" not in run.data
     assert [(e.epoch, e.step, e.data["samples"]) for e in steps] == [
-        (0, 0, 4),
-        (0, 2, 2),
-        (1, 0, 4),
-        (1, 2, 2),
+        (0, 0, 4), (0, 2, 2), (1, 0, 4), (1, 2, 2)
     ]
     assert all(e.data["step_s"] > 0 and set(e.data) == {"samples", "step_s"} for e in steps)
     fit(tmp_path, [trace])  # the same callback again continues the file
@@ -67,15 +63,6 @@ def test_a_callback_that_measures_is_used_under_stock_strategies(tmp_path: Path)
     fit(tmp_path, [HeteroTrace(), meter], max_epochs=1)
     assert {e.kind for e in read_events(tmp_path / "hetero")} == {"run", "step", "decision"}
     assert all("call" in e.data for e in read_events(tmp_path / "hetero")[1:])
-
-
-@WARNINGS
-def test_the_trace_goes_next_to_the_logger(tmp_path: Path) -> None:
-    from lightning.pytorch.loggers import CSVLogger
-
-    trainer = fit(tmp_path, [HeteroTrace()], logger=CSVLogger(tmp_path, name="csv"))
-    assert (Path(str(trainer.log_dir)) / "hetero" / "rank0.jsonl").is_file()
-    assert pickle.loads(pickle.dumps(HeteroTrace())).dirpath is None
 
 
 def test_bad_arguments_are_named() -> None:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.data import ShuffledOrder
@@ -228,19 +227,3 @@ def test_statistics_of_batch_norm_are_averaged() -> None:
     assert first.distance(second) == 0.0
     mean = (alone["running_mean"] + other["running_mean"]) / 2
     assert torch.allclose(first["running_mean"], mean, atol=1e-12) and int(first["num_batches_tracked"]) == 4
-
-
-def on_one_device(rank: int, world: int) -> list[tuple[Weights, int]]:
-    del rank, world
-    runs = []
-    for strategy in (federated(local_steps=3), DDPStrategy(process_group_backend="gloo")):
-        module = Momentum()
-        trainer = rank_trainer(0, 1, strategy, max_epochs=2)
-        trainer.fit(module, DataLoader(regression(22), batch_size=BATCH, shuffle=True))
-        runs.append((weights(module), trainer.global_step))
-    return runs
-
-
-def test_one_device_is_stock_ddp() -> None:
-    (((ours, steps), (stock, as_many)),) = run_ranks(1, on_one_device)
-    assert ours.distance(stock) == 0.0 and steps == as_many == 12

@@ -176,17 +176,3 @@ def differing(rank: int, world: int) -> str:
 def test_ranks_that_are_configured_differently_are_told() -> None:
     for message in run_ranks(2, differing):
         assert "local_steps is {0: '2', 1: '3'}" in message
-
-
-def with_hook(rank: int, world: int) -> str:
-    del rank
-    with pytest.raises(TypeError) as error:
-        strategy = federated(ddp_comm_hook=lambda state, bucket: None)
-        fit(0, world, strategy, batches_of(0), module=Plain())
-    return str(error.value)
-
-
-def test_communication_hooks_are_refused() -> None:
-    for message in run_ranks(2, with_hook):
-        assert "communication hooks change DDP's all-reduce" in message
-

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from torchmetrics import MeanMetric
@@ -166,50 +166,6 @@ def test_batches_are_resized_from_round_to_round(workers: int) -> None:
         assert [a + b for a, b in zip(first, second, strict=True)] == [8] * 16
     flat = list(chain.from_iterable(mine))
     assert sorted(flat[:32]) == list(range(32)) and set(chain.from_iterable(others)) <= set(range(32, 64))
-
-
-def reported(rank: int, world: int) -> Any:
-    class Asks(Callback):
-        def __init__(self) -> None:
-            self.reports: list[Any] = []
-            self.metrics: dict[str, float] = {}
-            self.events: list[Any] = []
-
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            self.reports += trainer.strategy.take_reports()
-            self.metrics = trainer.strategy.engine_metrics()
-            self.events += trainer.strategy.step_events()
-
-    asks = Asks()
-    _, trainer = fit(rank, world, federated(local_steps=4, policy="lb-bsp"), own(PARTS[rank], BATCH), callbacks=[asks])
-    return asks.reports, asks.metrics, asks.events, trainer.strategy.effective_batch_size
-
-
-def test_rounds_are_reported_to_callbacks() -> None:
-    for reports, metrics, events, effective in run_ranks(2, reported):
-        assert len(reports) == 2 and effective == 8
-        assert all(record.compute_s > 0 and record.samples == 4 for record in reports[0].records)
-        used = [record.samples for record in reports[1].records]  # of the second round: up to the measured speeds
-        assert sum(used) == 8 and metrics == {
-            "rounds": 2.0, "clients": 2.0, "local_steps/rank0": 4.0, "local_steps/rank1": 4.0,
-            "weight/rank0": used[0] / 8, "weight/rank1": used[1] / 8,
-        }  # fmt: skip
-        steps = [event for event in events if event.kind == "step"]
-        assert [event.step for event in steps] == list(range(8)) and steps[0].data["samples"] == 4
-
-
-def stopped(rank: int, world: int) -> tuple[int, int, Weights]:
-    stop = EarlyStopping("val", patience=0, min_delta=1e9)
-    loaders = own(PARTS[rank], BATCH), DataLoader(Subset(data(), VAL), batch_size=3)
-    module, trainer = fit(
-        rank, world, federated(local_steps=3), loaders, callbacks=[stop], max_epochs=9, val_check_interval=4
-    )
-    return trainer.global_step, trainer.current_epoch, weights(module)
-
-
-def test_early_stopping_stops_all_ranks_at_once() -> None:
-    first, second = run_ranks(2, stopped)
-    assert first[:2] == second[:2] and first[0] == 8 and first[2].distance(second[2]) == 0.0
 
 
 class Stepwise(Plain):

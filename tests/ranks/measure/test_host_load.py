@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_hetero.measure import host_load
 from lightning_hetero.measure.host_load import HostLoad, Reading, read_host
 
 START = Reading(at_s=0.0, cpus=frozenset({0, 1}), idle_s=100.0, total_s=500.0, own_s=7.0, free_mem=0.5)
@@ -34,8 +36,12 @@ class Host:
             total_s=self.now.total_s + counted_s,
         )
 
-    def load(self) -> HostLoad:
-        return HostLoad(self.read, clock=lambda: self.now.at_s)
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    monkeypatch.setattr(host_load, "time", SimpleNamespace(perf_counter=lambda: host.now.at_s))
+    return host
 
 
 @pytest.mark.parametrize(
@@ -50,16 +56,14 @@ class Host:
         (2.0, 0.3, 1.0),  # counters in steps of 10 ms may say a little more than all
     ],
 )
-def test_free_is_what_is_idle_or_used_by_this_process(idle_s: float, own_s: float, free: float) -> None:
-    host = Host()
-    load = host.load()
+def test_free_is_what_is_idle_or_used_by_this_process(host: Host, idle_s: float, own_s: float, free: float) -> None:
+    load = HostLoad(host.read)
     host.pass_s(1.0, idle_s=idle_s, own_s=own_s)
     assert load.free() == (free, 0.5)
 
 
-def test_each_answer_is_of_the_time_since_the_one_before_unless_asked_again_at_once() -> None:
-    host = Host()
-    load = host.load()
+def test_each_answer_is_of_the_time_since_the_one_before_unless_asked_again_at_once(host: Host) -> None:
+    load = HostLoad(host.read)
     first = load.free()
     assert math.isnan(first[0]) and first[1] == 0.5 and host.reads == 1
     host.pass_s(1.0, idle_s=1.0)
@@ -71,9 +75,8 @@ def test_each_answer_is_of_the_time_since_the_one_before_unless_asked_again_at_o
     assert load.free() == (0.0, 0.125) and host.reads == 3
 
 
-def test_other_processors_than_before_or_none_counted_are_not_known() -> None:
-    host = Host()
-    load = host.load()
+def test_other_processors_than_before_or_none_counted_are_not_known(host: Host) -> None:
+    load = HostLoad(host.read)
     host.pass_s(1.0, idle_s=1.0)
     host.now = host.now._replace(cpus=frozenset({1}))
     assert math.isnan(load.free()[0])

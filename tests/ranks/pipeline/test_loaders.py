@@ -13,16 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    SequentialSampler,
 )
 
 from lightning_hetero.base.loaders import SharedSettings
-from lightning_hetero.data import inspect_loader
 from lightning_hetero.pipeline.decide.plans import micro_sizes
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.types import GroupPlan, PipelinePlan
@@ -74,8 +71,6 @@ class EpochParts:
         binder.orders.resume = resume
         loader = make()
         self.total = binder.global_batch_of(loader)
-        if loader.batch_size is not None:
-            assert self.total == binder.global_batch_of(inspect_loader(loader))
         self.loader = binder.process(loader)
         binder.settle(plan)
         self.steps = []
@@ -144,49 +139,15 @@ def test_a_resumed_epoch_goes_on_where_it_stopped_also_after_another_engine() ->
         epoch(plain, done=2, resume={"world_size": 4, "global_batch_size": 16, "batch_size": 3})
 
 
-def test_a_shared_stream_is_divided_and_others_are_refused() -> None:
+def test_what_does_not_fit_the_plan_is_refused() -> None:
     def stream() -> DataLoader:
         return DataLoader(Counting(), batch_size=PER_RANK)
 
-    assert read(epoch(stream, stream="shared")) == cut(list(range(SAMPLES)), 12)
     assert read(epoch(stream, stream="shared", done=3)) == cut(list(range(SAMPLES)), 12)[3:]
     with pytest.raises(TypeError, match="stream='shared'"):
         epoch(stream)
-
-
-def test_a_batch_sampler_is_pooled_and_asked_for_as_a_loader() -> None:
-    class Fives(BatchSampler):
-        """Not torch's own class: what it promises is not known."""
-
-    def pooled() -> DataLoader:
-        return DataLoader(Indices(), batch_sampler=Fives(SequentialSampler(Indices()), 3, drop_last=False))
-
-    assert read(epoch(pooled, batch_sampler="pool")) == cut(list(range(SAMPLES)), 12)
-    with pytest.raises(TypeError, match=r"batch sampler of its own.*strategy='hetero_balanced'"):
-        epoch(pooled)
-
-
-def test_what_does_not_fit_the_plan_is_refused() -> None:
     with pytest.raises(ValueError, match=r"divides 12 samples among 2 groups, .*global batch has 1:"):
         epoch(plain, global_batch_size=1)
-
-    def without_groups(channel: Any) -> None:
-        binder = PipelineBinder(quiet_trainer(devices=1), channel, shared=SharedSettings())
-        binder.settle(PipelinePlan(groups=(), reason="no"))
-
-    with pytest.raises(ValueError, match="without groups"):
-        on_ranks(1, without_groups)
-
-    def two(channel: Any) -> None:
-        trainer = quiet_trainer(devices=1)
-        trainer.strategy.connect(Toy())  # type: ignore[attr-defined]
-        binder = PipelineBinder(trainer, channel, shared=SharedSettings())
-        binder.settle(PLAN)
-        trainer.fit_loop._combined_loader = read = CombinedLoader([binder.process(plain()) for _ in range(2)])
-        next(iter(read))
-
-    with pytest.raises(TypeError, match="several train loaders"):
-        on_ranks(WORLD, two)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 80))

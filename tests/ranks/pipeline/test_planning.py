@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-import torch
 from lightning.pytorch import LightningDataModule
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
-from torchmetrics import MeanMetric
 
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.pipeline.decide.costs import model_to_plain
@@ -23,69 +19,10 @@ from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.solvers.plans import plan_to_plain
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer, regression, single, weights
-from tests.ranks.pipeline.kit import FEATURES, LAYERS, WIDTH, Block, Deep, pipeline
+from tests.ranks.pipeline.kit import FEATURES, LAYERS, WIDTH, Deep, pipeline
 
 SLOW_LINK = {"devices": [{"count": 2}], "link": {"bandwidth": "1 MB/s", "latency": "1 ms"}}
 FREE_LINK = {"devices": [{"name": "fast"}, {"name": "slow", "speed": 0.25}], "link": {"bandwidth": "10 GB/s"}}
-
-
-class Noisy(Dataset):
-    """Draws from every stream there is whenever a sample is read."""
-
-    def __init__(self) -> None:
-        self.samples = regression(32)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
-        _ = torch.rand(3), random.random(), np.random.rand()
-        return self.samples[i]
-
-
-class Tracked(Deep):
-    """Has everything that running a step could change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH).double()
-        self.metric = MeanMetric()
-        self.notes: dict[str, Any] = {}
-
-    def backbone(self) -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(Block(dropout=0.1), nn.BatchNorm1d(WIDTH)) for _ in range(LAYERS)))
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.head(self.model(self.norm(self.before(x)))), y)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.metric(loss)
-        self.log("metric", self.metric)
-        self.log("loss", loss)
-        return loss
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        _ = torch.rand(1), random.random()
-        return batch
-
-    def setup(self, stage: str) -> None:
-        self.notes["before"] = self.note()
-
-    def on_fit_start(self) -> None:
-        self.notes["after"] = self.note()
-
-    def note(self) -> dict[str, Any]:
-        held = {k: v.clone() for k, v in [*self.named_parameters(), *self.named_buffers()] if not v.is_meta}
-        assert not any(p.grad is not None for p in self.parameters())
-        return {
-            "held": {k: v.tolist() for k, v in held.items()},
-            "streams": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),
-            "metric": self.metric.update_count,
-            "logged": dict(self.trainer.callback_metrics),
-            "training": [module.training for module in self.modules()],
-        }
 
 
 class Stream(IterableDataset):
@@ -112,7 +49,6 @@ def run(rank: int, world: int, strategy: Any, loader: Any = None, module: Any = 
         "speeds": [d.speed for d in planned.cluster.devices],
         "weights": weights(module),
         "steps": trainer.global_step,
-        "notes": getattr(module, "notes", None),
         "calls": planned.calls,
     }
 
@@ -132,8 +68,7 @@ class Twice(Deep):
 
 def good(rank: int, world: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    torch.manual_seed(rank)
-    found["probed"] = run(rank, world, pipeline(None), DataLoader(Noisy(), batch_size=8, num_workers=0), Tracked())
+    found["probed"] = run(rank, world, pipeline(None))
     spec = OmegaConf.create({"cluster": FREE_LINK})  # as Hydra hands it over
     with patch.object(GradientSync, "arm", autospec=True, side_effect=GradientSync.arm) as arm:
         found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
@@ -181,24 +116,15 @@ def test_a_plan_is_found_and_trains() -> None:
     assert sum(rank["described"]["armed"] for rank in ranks) > 0
     assert sum(rank["emulated"]["armed"] for rank in ranks) == 0
 
-    notes = [rank["probed"]["notes"] for rank in ranks]
-    assert any(note["after"]["held"] for note in notes)  # who rests is for the measured speeds to say
-    for rank, note in enumerate(notes):
-        before, after = note["before"], note["after"]
-        if rank == 0:  # the others have got rank 0's since
-            assert after["held"].items() <= before["held"].items()
-        for what in ("streams", "metric", "logged", "training"):
-            assert after[what] == before[what], (rank, what)
     layers = first["probed"]["model"]["layers"]
-    assert [layer["name"] for layer in layers[:3]] == ["model.0.0", "model.0.1", "model.1.0"]
-    assert len(layers) == 2 * LAYERS
-    for layer, size in zip(layers, (WIDTH * WIDTH + WIDTH, 2 * WIDTH) * LAYERS, strict=True):
-        assert layer["param_bytes"] == 8 * size
+    assert [layer["name"] for layer in layers] == [f"model.{i}" for i in range(LAYERS)]
+    for layer in layers:
+        assert layer["param_bytes"] == 8 * (WIDTH * WIDTH + WIDTH)
         assert layer["state_bytes"] >= 4 * layer["param_bytes"]  # gradient and Adam's two
         assert layer["output_bytes"] == 8 * WIDTH and layer["activation_bytes"] > 0
         assert all(x >= 0 for x in layer["forward"]) and sum(layer["backward"]) > 0
     before = first["probed"]["model"]["before"]
-    outside = FEATURES * WIDTH + WIDTH + 2 * WIDTH + WIDTH + 1
+    outside = FEATURES * WIDTH + WIDTH + WIDTH + 1
     assert before["param_bytes"] == 8 * outside and before["output_bytes"] == 8 * WIDTH
 
     described = first["described"]["plan"]["groups"]
@@ -261,9 +187,7 @@ def group(**changes: Any) -> dict[str, Any]:
 
 BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     # strategy, module; the reason on rank 0, and on the others where that is another one
-    "unknown cluster": (lambda: pipeline(None, cluster="foo"), Deep, "cluster='foo' must be 'probe'", ""),
     "three devices": (lambda: pipeline(None, cluster={"devices": [{"count": 3}]}), Deep, "3 devices", ""),
-    "key of cluster": (lambda: pipeline(None, cluster={"devises": []}), Deep, "devises", ""),
     "no memory": (
         lambda: pipeline(None, cluster={"devices": [{"count": 2, "mem": 1000}]}),
         Deep,
@@ -278,7 +202,6 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     ),
     "profile incomplete": (lambda: pipeline(None, profile={"layers": []}), Deep, "lacks .*'head'", ""),
     "profile of no kind": (lambda: pipeline(None, profile=3), Deep, "profile=3", ""),
-    "plan of no kind": (lambda: pipeline(3), Deep, "plan=3 must be", ""),
     "key of plan": (lambda: pipeline(group(rank=3)), Deep, "unknown keys \\['rank'\\]", ""),
     "ranks": (lambda: pipeline(group(ranks=[0, 2])), Deep, "ranks \\[0, 2\\] must be different ones of 0..1", ""),
     "cuts": (lambda: pipeline(group(cuts=[0, 3, 7])), Deep, "rising numbers from 0 to 6", ""),

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.measure import timer
 from lightning_hetero.measure.device import HostDevice, Stamp
-from lightning_hetero.pipeline.fit.plan import rehearsal as rehearsing
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
+from lightning_hetero.pipeline.fit import rehearsal as rehearsing
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure import memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided

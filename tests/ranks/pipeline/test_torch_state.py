@@ -213,15 +213,6 @@ def test_the_same_block_around_the_whole_step_is_carried(carrier: Carrier, name:
     assert whole(carrier, read) == outside
 
 
-@pytest.mark.parametrize("name", ["inference_mode", "torch.device", "set_default_dtype"])
-def test_a_step_is_not_resumed_under_other_circumstances(carrier: Carrier, name: str) -> None:
-    block, _ = REFUSED[name]
-    step = begun(carrier, lambda: suspend())
-    with block(), pytest.raises(RuntimeError, match=rf"other circumstances.*{name}"):
-        step.resume()
-    assert step.resume(1) == Done(1)
-
-
 # ---- random numbers --------------------------------------------------------------------------------------------
 
 

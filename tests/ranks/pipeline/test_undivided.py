@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.pipeline.decide.plans import in_one_piece
 from lightning_hetero.solvers.plans import plan_to_plain, replicas
-from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, Toy, rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import pipeline
@@ -157,22 +155,6 @@ def job_refused(rank: int, world: int) -> dict[str, dict[str, Any]]:
         "no memory": fit(rank, world, Branches(), pipeline(None, backbone=None, cluster=small)),
         "unknown": fit(rank, world, Branches(), pipeline(None, backbone="lefd", cluster=UNEQUAL)),
     }
-
-
-def test_a_batch_stays_in_one_piece_where_memory_has_room_for_it() -> None:
-    one = AffineCost(fixed_s=0.0, per_sample_s=1.0)
-    nothing = AffineCost(fixed_s=0.0, per_sample_s=0.0)
-    free = LayerCost(name="", forward=nothing, backward=nothing)
-    layer = LayerCost(name="all", forward=one, backward=one, state_bytes=10.0, activation_bytes=1.0)
-    model = ModelCost(layers=(layer,), before=free, head=free)
-    cluster = Cluster(devices=(Device(name="a"), Device(name="b", mem_bytes=15.0)), links=((Link(),) * 2,) * 2)
-    plan = replicas(1, [8, 8])
-    cut = tuple(
-        type(g)(ranks=g.ranks, cuts=g.cuts, samples=8, micro_batches=(4, 4), depths=(1,)) for g in plan.groups
-    )
-    found = in_one_piece(type(plan)(groups=cut, total_s=1.0), model, cluster)
-    assert [g.micro_batches for g in found.groups] == [(8,), (4, 4)]
-    assert found.ok and found.total_s == 16.0
 
 
 @heard(at_once=True)

@@ -99,7 +99,7 @@ def start(
         link, layout, list(model.parameters()), lambda: list(model.buffers()), optimizers, overlap=overlap,
         **options,
     )  # fmt: skip
-    link.published.copy_(worker.weights.areas[0])
+    link.published.copy_(worker.weights.area)
     return model, link, worker
 
 

@@ -14,6 +14,7 @@ from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE, FlatLayout
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
 from tests.ranks.transport.in_process import InProcess
 
+NONE = torch.empty(0, dtype=torch.uint8)  # there are no buffers
 WHEN = ("in backward", "in place afterwards", "replaced afterwards", "gone afterwards")
 
 
@@ -24,10 +25,10 @@ def test_what_is_in_the_slot_at_the_push_counts(when: str, compression: Any, ove
     parameters = [Parameter(torch.ones(4, 3)), Parameter(torch.ones(5)), Parameter(torch.ones(2))]
     layout = FlatLayout.of([(str(i), p) for i, p in enumerate(parameters)], compression=compression)
     link = InProcess(1, layout.slot_bytes, layout.bytes).link(0)
-    writer = GradientWriter(link, layout, parameters, overlap=overlap)
+    writer = GradientWriter(link, layout, parameters, torch.device("cpu"), overlap=overlap)
 
     def push() -> list[int]:
-        writer.write([], lambda numbers: None)
+        writer.write(NONE, NONE, lambda numbers: None)
         return layout.flags_of(link.gradient)[0].tolist()
 
     def backward(poison: float) -> Tensor:
@@ -57,9 +58,9 @@ def test_what_overflows_in_the_slot_is_not_finite() -> None:
     parameter = Parameter(torch.ones(3))
     layout = FlatLayout.of([("p", parameter)], compression="fp16")
     link = InProcess(1, layout.slot_bytes, layout.bytes).link(0)
-    writer = GradientWriter(link, layout, [parameter], overlap=False)
+    writer = GradientWriter(link, layout, [parameter], torch.device("cpu"), overlap=False)
     for scale, flag in ((6e4, FINITE), (7e4, NONFINITE)):  # float16 ends at 65504, which the first's sum exceeds, too
         (parameter.sum() * scale).backward()
-        writer.write([], lambda numbers: None)
+        writer.write(NONE, NONE, lambda numbers: None)
         assert layout.flags_of(link.gradient)[0].tolist() == [flag]
     link.close()

@@ -26,7 +26,7 @@ def test_attach_and_detach_keep_values_and_formats() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     layout = FlatLayout.of(list(model.named_parameters()), list(model.named_buffers()))
     worker = Worker(Note(layout), layout, list(model.parameters()), lambda: list(model.buffers()))
-    area = worker.weights.areas[0]
+    area = worker.weights.area
     inside = range(area.data_ptr(), area.data_ptr() + layout.bytes)
     assert all(v.data_ptr() in inside for v in model.state_dict().values())
     worker.detach()

@@ -105,13 +105,11 @@ def numbers_of(
     found: dict[Path, Any] = {}
     parts = [("", module, _OWN.union(ignore))] if without is None else _places(module, ignore, without)
     for name, part, ignored in parts:
-        for key, value in {**vars(part), **({} if without is None else part._buffers)}.items():
-            if key in ignored:
-                continue
-            if _is_number(value):
-                found[name, key] = value
-            elif isinstance(value, dict):
-                found.update({(name, key, k): v for k, v in value.items() if _is_number(v)})
+        held = vars(part) if without is None else {**vars(part), **part._buffers}
+        for key in (key for key in held if key not in ignored):
+            entries = held[key].items() if isinstance(held[key], dict) else ()
+            candidates = {(name, key): held[key], **{(name, key, k): value for k, value in entries}}
+            found.update({path: value for path, value in candidates.items() if _is_number(value)})
     return found
 
 
@@ -185,7 +183,7 @@ class Attributes:
     def note(self) -> None:
         """Takes the present attributes for those that were."""
         self._noted = [
-            {key: _structure(value) for key, value in vars(part).items() if key not in ignored}
+            {key: _structure(value) for key, value in self._held(part, ignored).items()}
             for _, part, ignored in self._places
         ]
 
@@ -193,11 +191,14 @@ class Attributes:
         """Returns what is different now, and notes it."""
         found: list[Change] = []
         for (name, part, ignored), before in zip(self._places, self._noted, strict=True):
-            now = {key: value for key, value in vars(part).items() if key not in ignored}
-            _compare_keys(before, now, (name,), found)
+            _compare_keys(before, self._held(part, ignored), (name,), found)
         if found:
             self.note()
         return found
+
+    @staticmethod
+    def _held(part: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
+        return {key: value for key, value in vars(part).items() if key not in ignored}
 
 
 class Shadow(Attributes):
@@ -242,24 +243,16 @@ class Shadow(Attributes):
             self.note()
 
 
-class Buffers:
+class Buffers(Attributes):
     """The buffers of a module and its submodules of a user's own classes, as they are now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._noted = {
-            (name, key): _structure(value)
-            for name, part, _ in _places(module, ())
-            for key, value in part._buffers.items()
-            if value is not None and not value.is_meta
-        }
-        self._module = module
 
     def changed(self) -> str | None:
         """Returns the name of one that has changed since; None if there is none."""
-        for (name, key), old in self._noted.items():
-            if old.ref is not self._module.get_submodule(name)._buffers.get(key) or _changed(old):
-                return name_of((name, key))
-        return None
+        return next((name_of(change.path) for change in self.changes()), None)
+
+    @staticmethod
+    def _held(part: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
+        return {key: value for key, value in part._buffers.items() if value is not None and not value.is_meta}
 
 
 # ---- what a value was ------------------------------------------------------------------------------------------

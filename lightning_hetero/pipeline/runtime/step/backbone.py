@@ -19,7 +19,7 @@ what a layer returned, before it calls the next one, is refused when it happens,
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -147,7 +147,7 @@ def _divide(module: nn.Module, what: str) -> list[_Part]:
     else:
         try:
             children = _chain(module, what)
-        except _NoChainTypeError:
+        except _NoChainError:
             if (blocks := _largest_list(module)) is None:
                 raise
             return _walked(blocks)
@@ -243,7 +243,7 @@ def _chain(module: nn.Module, what: str) -> list[nn.Module]:
         try:
             names.append(_called_children(module))
         except _NoChainError as error:
-            raise _NoChainTypeError(
+            raise _NoChainError(
                 f"{what}: the forward of {kind} is not a chain of its children: {error}. Make everything between the"
                 f" layers a layer of its own (nn.Flatten, nn.ReLU, ...), or {_WAY_OUT}"
             ) from error.__cause__
@@ -257,12 +257,8 @@ def _chain(module: nn.Module, what: str) -> list[nn.Module]:
     return [module.get_submodule(name) for name in names[0]]
 
 
-class _NoChainError(Exception):
-    """Says in words what a forward does besides calling its children."""
-
-
-class _NoChainTypeError(TypeError):
-    """The same, for the user: there may be a list of blocks in the module all the same."""
+class _NoChainError(TypeError):
+    """Says what a forward does besides calling its children; there may be a list of blocks all the same."""
 
 
 def _called_children(module: nn.Module) -> list[str]:
@@ -302,12 +298,9 @@ def _called_children(module: nn.Module) -> list[str]:
             case "get_attr":
                 raise _NoChainError(f"it uses {node.target!r} itself")
             case _:
-                raise _NoChainError(f"it calls {_text(node.target)} besides its children")
+                called = getattr(node.target, "__name__", node.target)
+                raise _NoChainError(f"it calls {called} besides its children")
     return names
-
-
-def _text(target: Callable[..., Any] | str) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -318,9 +311,7 @@ def _checked(module: nn.Module, parts: Sequence[_Part]) -> Backbone:
     cut = [item for item, _ in parts]
     if not layers:
         raise ValueError("the backbone has no layers; a pipeline needs one or more")
-    known: dict[int, str] = {}
-    for name, submodule in module.named_modules():
-        known.setdefault(id(submodule), name)
+    known = {id(submodule): name for name, submodule in module.named_modules()}
     for i, layer in enumerate(layers):
         if id(layer) not in known:
             raise ValueError(

@@ -127,15 +127,11 @@ class ResumableStep:
         return self._switch(self._stack.switch)
 
     def resume(self, value: Any = None) -> Suspended | Done:
-        """Lets `suspend` return ``value`` in the body, and runs on.
+        """Lets `suspend` return ``value`` in the body, and runs on; under what cannot be swapped, as it was at `start`.
 
         Raises:
-            RuntimeError: what cannot be swapped, e.g. ``inference_mode``, is not as it was at `start`.
             BaseException: what the body raises, with its traceback.
         """
-        assert self._surroundings is not None
-        if what := self._surroundings.change():
-            raise RuntimeError(f"a step is resumed under other circumstances than it was started in. {what}")
         return self._switch(self._stack.switch, value)
 
     def close(self) -> None:

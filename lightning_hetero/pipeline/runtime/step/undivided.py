@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -53,12 +55,12 @@ def undivided(module: nn.Module, reason: str) -> Undivided:
 
 def _are_modules(module: nn.Module, paths: Sequence[str] | None) -> bool:
     """Whether all paths lead to modules, none of which says by itself what its layers are."""
-    places: list[object] = [module]
+    places: list[Any] = [module]
     for path in paths or ():
-        place: object = module
-        for name in path.split(".") if isinstance(path, str) else ("",):
-            place = getattr(place, name, None) if name else None
-        places.append(place)
+        try:
+            places.append(attrgetter(path)(module))
+        except (AttributeError, TypeError):
+            return False
     return all(isinstance(p, nn.Module) and not hasattr(p, "pipeline_layers") for p in places)
 
 

@@ -20,33 +20,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hetero.measure.device import HostDevice, Stamp, device_of
+from lightning_hetero.measure.device import Stamp, device_of
 from lightning_hetero.stale.runtime.buffers import BufferChanges
 from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE, FlatLayout, is_finite
 from lightning_hetero.transport.base import WorkerLink
 
 _BUCKET_BYTES = 25 << 20  # DDP's
 _SAMPLED, _SAMPLES = 4, 64  # gradients, and entries of each, that are compared with what was copied
-
-
-def lock_pages(memories: Iterable[Tensor], devices: Sequence[HostDevice]) -> list[Callable[[], None]]:
-    """Locks the host's memory (uint8) for copies to and from devices, once, where that is to be had; returns what ends
-    it."""
-    locked: list[Callable[[], None]] = []
-    for memory in memories:
-        for device in devices:
-            if (unlock := device.page_lock(memory.data_ptr(), memory.numel())) is not None:
-                locked.append(unlock)
-                break
-    return locked
 
 
 class Image:
@@ -91,7 +80,7 @@ class Image:
 
 
 class Readout:
-    """Collects flat tensors of bytes; `read` fetches them all."""
+    """Collects flat tensors of bytes, all on one device; `read` fetches them at once."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, list[int]]] = []
@@ -103,15 +92,12 @@ class Readout:
         return into
 
     def read(self) -> None:
-        """Waits for the devices' current streams, and reads what was added since the last time."""
-        by_device: dict[torch.device, list[tuple[Tensor, list[int]]]] = {}
-        for part, into in self._parts:
-            by_device.setdefault(part.device, []).append((part, into))
-        self._parts = []
-        for parts in by_device.values():
+        """Waits for the device's current stream, and reads what was added since the last time."""
+        parts, self._parts = self._parts, []
+        if parts:
             found = iter(torch.cat([part for part, _ in parts]).cpu().tolist())
             for part, into in parts:
-                into[:] = [next(found) for _ in range(part.numel())]
+                into[:] = islice(found, part.numel())
 
 
 @dataclass(slots=True)
@@ -129,8 +115,8 @@ class GradientWriter:
     Args:
         link: whose slot is written.
         layout: of the slot.
-        parameters: in the layout's order; where they stay.
-        buffers: where each buffer is.
+        parameters: in the layout's order.
+        device: where they and the buffers are.
         overlap: copy gradients while backward runs; None: if they are on a device, or so many that it takes time.
     """
 
@@ -139,26 +125,23 @@ class GradientWriter:
         link: WorkerLink,
         layout: FlatLayout,
         parameters: Sequence[Parameter],
-        buffers: Sequence[torch.device] = (),
+        device: torch.device,
         *,
         overlap: bool | None = None,
     ) -> None:
         self._link, self._layout, self._parameters = link, layout, parameters
-        devices = [parameter.device for parameter in parameters]
-        images = self._images = {device: Image(device, link.gradient) for device in dict.fromkeys([*devices, *buffers])}
-        self._changes = {d: BufferChanges(layout, [each == d for each in buffers], d) for d in images if buffers}
-        self._image = [images[device] for device in devices]  # of each parameter
-        values = {device: layout.values_of(image.bytes) for device, image in images.items()}
-        self._values = [values[device][i] for i, device in enumerate(devices)]  # numbers of each gradient in its image
+        self._image = Image(device, link.gradient)
+        self._changes = BufferChanges(layout, device) if layout.buffers else None
+        self._values = layout.values_of(self._image.bytes)  # numbers of each gradient in the image
         self._open = False
         self._copied: dict[int, _Copied] = {}
-        self._bucket_of, self._buckets = _buckets(layout, devices)
+        self._bucket_of, self._buckets = _buckets(layout)
         self._missing: list[int] = []  # gradients of each bucket that are not written yet
         self._rewritten = set[int]()  # gradients that were written again since
         self._landing: deque[tuple[Stamp, tuple[int, int]]] = deque()  # bytes on their way to the slot
         self._reset_buckets()
         if overlap is None:
-            overlap = layout.slot_bytes > _BUCKET_BYTES or any(image.asynchronous for image in images.values())
+            overlap = layout.slot_bytes > _BUCKET_BYTES or self._image.asynchronous
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, i))
             for i, parameter in enumerate(parameters)
@@ -169,11 +152,10 @@ class GradientWriter:
         """Ends it; idempotent."""
         for handle in self._handles:
             handle.remove()
-        for image in self._images.values():
-            image.wait()
+        self._image.wait()
         self._handles.clear()
         self._copied.clear()
-        self._images, self._image, self._values, self._changes = {}, [], [], {}
+        self._values = []
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
         """A backward pass has made a gradient."""
@@ -181,10 +163,10 @@ class GradientWriter:
         if gradient is None:
             return
         if again := index in self._copied:  # by a backward pass before: it may be on its way
-            self._image[index].hold()
+            self._image.hold()
             self._rewritten.add(index)
         self._copy([(index, gradient)])
-        flag = 0 if self._image[index].asynchronous else self._look(index)
+        flag = 0 if self._image.asynchronous else self._look(index)
         self._copied[index] = _Copied(gradient, gradient._version, flag)
         if not again:
             self._count(index)
@@ -209,7 +191,7 @@ class GradientWriter:
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
             span = self._buckets[bucket]
-            self._landing.append((self._image[index].send(*span), span))
+            self._landing.append((self._image.send(*span), span))
         while self._landing and self._landing[0][0].reached():
             self._link.ready(*self._landing.popleft()[1])
 
@@ -221,15 +203,14 @@ class GradientWriter:
         self._landing.clear()
 
     def write(
-        self, buffers: Sequence[tuple[Tensor, Tensor]], numbers: Callable[[Tensor], None], told: Readout | None = None
+        self, buffers: Tensor, clean: Tensor, numbers: Callable[[Tensor], None], told: Readout | None = None
     ) -> int:
         """Completes the slot from what the gradients are now, drops them, and closes it.
 
         Args:
-            buffers: memory of the buffers of each device, as it is and as it was pulled; the latter is brought up to
-                date.
+            buffers, clean: memory of the buffers, as it is and as it was pulled; the latter is brought up to date.
             numbers: fills the hyper-parameters in.
-            told: what else is to be read from the devices.
+            told: what else is to be read from the device.
 
         Returns:
             The slot's sequence number.
@@ -239,7 +220,7 @@ class GradientWriter:
         numbers(layout.numbers_of(slot))
         present = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         unseen = [told.add(changed) for changed in self._changed_unseen()]
-        found = [self._write_buffers(told, now, was) for now, was in buffers] if layout.buffers else []
+        changed = [] if self._changes is None else self._write_buffers(self._changes, told, buffers, clean)
         finite = self._settle([(i, g) for i, g in present if not self._is_seen(i, g)], present, told)
         if any(map(any, unseen)):
             finite = self._settle(present, present, told)
@@ -247,7 +228,6 @@ class GradientWriter:
         for i, _ in present:
             copied = self._copied.get(i)
             flags[i] = finite.get(i, 0) or (self._look(i) if copied is None or not copied.flag else copied.flag)
-        changed = [max(each) for each in zip(*found, strict=True)] if found else [0] * len(layout.buffers)
         slot[slice(*layout.present)].copy_(torch.tensor([*flags, *changed], dtype=torch.uint8))
         for _, span in self._landing:
             self._link.ready(*span)
@@ -272,26 +252,21 @@ class GradientWriter:
             What is to be said of the gradients of devices that do not wait for theirs.
         """
         travelled = self._rewritten | {i for i, _ in again if i in self._copied}  # their buckets may have
-        for image in self._images.values():
-            image.hold()
+        self._image.hold()
         self._copy(again)
         for i, _ in again:
             self._copied.pop(i, None)
         for bucket, missing in enumerate(self._missing):
             if missing:
-                self._image[self._bucket_of.index(bucket)].send(*self._buckets[bucket])
+                self._image.send(*self._buckets[bucket])
         for i in sorted(travelled):
             span = self._layout.gradient_ranges[i]
-            self._landing.append((self._image[i].send(*span), span))
-        asked: list[tuple[list[int], list[int]]] = []
-        for image in self._images.values():
-            if image.asynchronous:
-                of_it = [i for i, _ in present if self._image[i] is image and self._values[i].numel()]
-                if of_it:
-                    asked.append((of_it, told.add(_finite([self._values[i] for i in of_it]))))
-                image.hold()
+            self._landing.append((self._image.send(*span), span))
+        asked = [i for i, _ in present if self._values[i].numel()] if self._image.asynchronous else []
+        said = told.add(_finite([self._values[i] for i in asked])) if asked else []
+        self._image.hold()
         told.read()
-        return {i: flag for of_it, said in asked for i, flag in zip(of_it, said, strict=True)}
+        return dict(zip(asked, said, strict=True))
 
     def _changed_unseen(self) -> list[Tensor]:
         """Whether gradients were changed in a way autograd does not count (``.data``, `torch.amp.GradScaler`).
@@ -312,12 +287,11 @@ class GradientWriter:
             changed.append(((written != now) & (now == now)).any().view(1).to(torch.uint8))
         return changed
 
-    def _write_buffers(self, told: Readout, now: Tensor, was: Tensor) -> list[int]:
-        """Writes a device's buffers; returns the list for what is to be said of them."""
-        image, changes, start = self._images[now.device], self._changes[now.device], self._layout.buffer_ranges[0][0]
-        flags = told.add(changes.write(now, was, image.bytes[start : start + now.numel()]))
-        for first, last in changes.runs:
-            image.send(self._layout.buffer_ranges[first][0], self._layout.buffer_ranges[last][1])
+    def _write_buffers(self, changes: BufferChanges, told: Readout, now: Tensor, was: Tensor) -> list[int]:
+        """Writes the buffers; returns the list for what is to be said of them."""
+        start = self._layout.buffer_ranges[0][0]
+        flags = told.add(changes.write(now, was, self._image.bytes[start : start + now.numel()]))
+        self._image.send(start, self._layout.buffer_ranges[-1][1])
         return flags
 
 
@@ -327,18 +301,14 @@ def _finite(values: Sequence[Tensor]) -> Tensor:
     return torch.where(torch.stack(norms).isfinite(), FINITE, NONFINITE).to(torch.uint8)
 
 
-def _buckets(
-    layout: FlatLayout, devices: Sequence[torch.device]
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the bucket of each parameter, and the bytes of each bucket, which is on one device; backward begins with
-    the last parameters."""
+def _buckets(layout: FlatLayout) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the bucket of each parameter, and the bytes of each bucket; backward begins with the last parameters."""
     bucket_of, buckets = [0] * len(layout.parameters), list[tuple[int, int]]()
-    before: torch.device | None = None
     for i in reversed(range(len(layout.parameters))):
         start, stop = layout.gradient_ranges[i]
-        if devices[i] == before and buckets[-1][1] - start <= _BUCKET_BYTES:
+        if buckets and buckets[-1][1] - start <= _BUCKET_BYTES:
             buckets[-1] = (start, buckets[-1][1])
         else:
             buckets.append((start, stop))
-        bucket_of[i], before = len(buckets) - 1, devices[i]
+        bucket_of[i] = len(buckets) - 1
     return bucket_of, buckets

@@ -13,8 +13,7 @@ the host waits for the device anyway, at the next push.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,44 +81,12 @@ class Numbers(NamedTuple):
         return cls(torch.finfo(some.dtype).eps if some.is_floating_point() else 0.0, some.double().tolist())
 
 
-class _Words:
-    """Words of one device's flat memory that are compared with what came.
-
-    Attributes:
-        asynchronous: what is found is noted, so that nobody waits for the device.
-        noted: which words were others (uint8), by when that was looked for.
-    """
-
-    def __init__(self, area: Tensor, words: list[int]) -> None:
-        self._area, self._words = area.view(torch.int32), torch.tensor(words, device=area.device)
-        self._at = [word * _WORD_BYTES for word in words]
-        self.asynchronous = device_of(area.device).asynchronous
-        self.noted: dict[Hashable, Tensor] = {}
-        self.came()
-
-    def came(self) -> None:
-        self._before = self._area.index_select(0, self._words)
-
-    def note(self, when: Hashable) -> None:
-        others = (self._area.index_select(0, self._words) != self._before).to(torch.uint8)
-        self.noted[when] = others | self.noted[when] if when in self.noted else others
-
-    def changed(self) -> list[int]:
-        """Returns where there are others now, in bytes."""
-        now = self._area.index_select(0, self._words)
-        return [] if torch.equal(now, self._before) else self.at(now != self._before)
-
-    def at(self, others: Tensor) -> list[int]:
-        """Returns where words are, in bytes."""
-        return [at for at, other in zip(self._at, others.tolist(), strict=True) if other]
-
-
 class ReplicaWatch:
     """See the module; of one replica in flat memory, in which all is as it should be.
 
     Args:
         layout: of the flat memory.
-        areas: uint8, the flat memory that parameters are views of, of each device.
+        area: uint8, the flat memory that parameters are views of.
         parameters: in the layout's order.
         buffers: returns the present ones, in the layout's order.
         held: where modules keep the parameters; none: that is not looked at.
@@ -128,7 +95,7 @@ class ReplicaWatch:
     def __init__(
         self,
         layout: FlatLayout,
-        areas: Iterable[Tensor],
+        area: Tensor,
         parameters: Sequence[Parameter],
         buffers: Callable[[], Sequence[Tensor]],
         held: Sequence[ParameterPlace] = (),
@@ -137,29 +104,29 @@ class ReplicaWatch:
         index = {id(p): i for i, p in enumerate(parameters)}
         self._held = [(index[id(p.tensor)], p) for p in held if id(p.tensor) in index]
         self._whole: dict[int, Tensor | None] = {}  # parameters that are compared as a whole; None: at the next read
-        self._starts = [start for start, _ in layout.ranges[: len(parameters)]]
-        self._words: list[_Words] = []
         each = max(2, min(16, _SAMPLES // max(1, len(parameters))))
-        for area in areas:
-            words = list[int]()
-            for (start, stop), parameter in zip(layout.ranges, parameters, strict=False):
-                if parameter.device == area.device and parameter.numel():
-                    first, last = start // _WORD_BYTES, (stop - 1) // _WORD_BYTES
-                    step = max(1, -(-(last - first + 1) // each))
-                    words += range(first, last + 1, step)
-            if words:
-                self._words.append(_Words(area, words))
+        words, self._owners = list[int](), list[int]()  # words that are compared, and whose they are
+        for i, (start, stop) in enumerate(layout.ranges[: len(parameters)]):
+            if stop > start:
+                first, last = start // _WORD_BYTES, (stop - 1) // _WORD_BYTES
+                some = range(first, last + 1, max(1, -(-(last - first + 1) // each)))
+                words += some
+                self._owners += [i] * len(some)
+        self._area, self._words = area.view(torch.int32), torch.tensor(words, dtype=torch.int64, device=area.device)
+        self._asynchronous = device_of(area.device).asynchronous
+        self._noted: dict[Hashable, Tensor] = {}  # which words were others (uint8), by when that was looked for
         self._versions = [parameter._version for parameter in parameters]
+        self.came()
         self.settle_buffers()
 
     def detach(self) -> None:
         """Ends, and lets go of all memory."""
-        self._words, self._whole = [], {}
+        self._area = self._area[:0]
+        self._whole.clear()
 
     def came(self) -> None:
         """Other parameters have come by a read."""
-        for words in self._words:
-            words.came()
+        self._before = self._now()
         for i in self._whole:
             self._whole[i] = self._parameters[i].detach().clone()
 
@@ -187,33 +154,32 @@ class ReplicaWatch:
         """Parameters in whose stead the module has another."""
         return {i for i, place in self._held if place.held.get(place.key, place.tensor) is not place.tensor}
 
-    def _seen(self, *, wait: bool = True) -> set[int]:
-        """Parameters of which some number is another one; unless it is waited for devices, of those on the host."""
-        looked_at = [words for words in self._words if wait or not words.asynchronous]
-        return self._parameters_at(at for words in looked_at for at in words.changed())
+    def _now(self) -> Tensor:
+        return self._area.index_select(0, self._words)
 
-    def _parameters_at(self, places: Iterable[int]) -> set[int]:
-        """Parameters that have these bytes of flat memory."""
-        return {bisect.bisect_right(self._starts, at) - 1 for at in places}
+    def _owners_of(self, others: Tensor) -> set[int]:
+        """Parameters that have these words."""
+        return {i for i, other in zip(self._owners, others.tolist(), strict=True) if other}
+
+    def _seen(self) -> set[int]:
+        """Parameters of which some number is another one; waits for their device."""
+        now = self._now()
+        return set() if torch.equal(now, self._before) else self._owners_of(now != self._before)
 
     def note(self, when: Hashable) -> None:
-        """Has devices note what has changed."""
-        for words in self._words:
-            if words.asynchronous:
-                words.note(when)
+        """Has a device that the host does not wait for note what has changed."""
+        if self._asynchronous:
+            others = (self._now() != self._before).to(torch.uint8)
+            self._noted[when] = others | self._noted[when] if when in self._noted else others
 
     def noted(self) -> list[Tensor]:
         """Returns what tells whether anything was noted (uint8, one number each)."""
-        return [others.amax().view(1) for words in self._words for others in words.noted.values()]
+        return [others.amax().view(1) for others in self._noted.values() if self._owners]
 
     def take_noted(self) -> dict[Hashable, set[int]]:
-        """Returns, and forgets, which parameters were noted, by when; waits for the devices."""
-        found: dict[Hashable, set[int]] = {}
-        for words in self._words:
-            for when, others in words.noted.items():
-                found[when] = found.get(when, set()) | self._parameters_at(words.at(others))
-            words.noted.clear()
-        return found
+        """Returns, and forgets, which parameters were noted, by when; waits for the device."""
+        noted, self._noted = self._noted, {}
+        return {when: self._owners_of(others) for when, others in noted.items()}
 
     @property
     def touched(self) -> bool:
@@ -225,9 +191,9 @@ class ReplicaWatch:
 
         Args:
             published: returns the area as it came (uint8, on the CPU), or None if it is not to be had any more.
-            wait: for the devices, whose numbers are not looked at otherwise, see `note`.
+            wait: for a device, whose numbers are not looked at otherwise, see `note`.
         """
-        found = self._seen(wait=wait) | self._replaced()
+        found = self._replaced() | (self._seen() if wait or not self._asynchronous else set())
         doubtful = self._counted() - found
         area = published() if doubtful else None
         for i in doubtful:

@@ -42,9 +42,13 @@ class PulledWeights:
 
     Attributes:
         parameters: as given.
-        areas: uint8 (bytes of the layout,), the flat memory of each device.
+        area: uint8 (bytes of the layout,), the flat memory.
+        buffer_bytes, clean_bytes: the part of it that has the buffers, and what that was when they came.
         version: of the parameters pulled last; -1 before.
         kept: the user's code has changed some where ranks met, and they stay.
+
+    Raises:
+        ValueError: parameters and buffers are on several devices.
     """
 
     def __init__(
@@ -63,38 +67,33 @@ class PulledWeights:
         self._buffers_pushed = False  # since the last pull
         self._phase = Phase.MET
         tensors = self._tensors()
-        devices = dict.fromkeys([tensor.device for tensor in tensors] or [torch.device("cpu")])
-        self.areas = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for device in devices]
-        views = {area.device: layout.views(area) for area in self.areas}
-        self._views = [_of_its_own(views[tensor.device][i]) for i, tensor in enumerate(tensors)]
+        device, *others = dict.fromkeys([tensor.device for tensor in tensors] or [torch.device("cpu")])
+        if others:
+            raise ValueError(
+                f"the module's parameters and buffers are on {device} and {others[0]}: hetero_stale trains, as DDP"
+                " does, what is on one device. Move them there, e.g. in setup(), or keep a buffer as a plain attribute"
+            )
+        self.area = torch.zeros(layout.bytes, dtype=torch.uint8, device=device)
+        self._views = [_of_its_own(view) for view in layout.views(self.area)]
         for tensor, view in zip(tensors, self._views, strict=True):
             view.copy_(tensor.detach())
             tensor.data = view
-        self._clean = [now.clone() for now in self._buffer_bytes()]  # of each area: its buffers as they came
-        self._watch = ReplicaWatch(layout, self.areas, self.parameters, buffers, held)
+        self.buffer_bytes = self.area[layout.parameter_bytes :]
+        self.clean_bytes = self.buffer_bytes.clone()
+        self._watch = ReplicaWatch(layout, self.area, self.parameters, buffers, held)
 
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""
         for tensor, view in zip(self._tensors(), self._views, strict=False):
             if tensor.data_ptr() == view.data_ptr():
                 tensor.data = view.clone()
-        self.areas, self._views, self._clean = [], [], []
+        self.area = self.buffer_bytes = self.clean_bytes = self.area[:0]
+        self._views = []
         self._watch.detach()
         self.version = -1
 
-    def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the memory of each device's buffers (uint8), with what it was when they came."""
-        return list(zip(self._buffer_bytes(), self._clean, strict=True))
-
-    def buffer_devices(self) -> list[torch.device]:
-        """Returns where each buffer is."""
-        return [view.device for view in self._views[len(self.parameters) :]]
-
     def _tensors(self) -> list[Tensor]:
         return [*self.parameters, *self._buffers()]
-
-    def _buffer_bytes(self) -> list[Tensor]:
-        return [area[self._layout.parameter_bytes :] for area in self.areas]
 
     # ---- pulls ------------------------------------------------------------------------------------------------
 
@@ -117,8 +116,7 @@ class PulledWeights:
             return self.version
         self._adopt()
         if self.is_newest:
-            for now, clean in self.buffers():
-                now.copy_(clean)
+            self.buffer_bytes.copy_(self.clean_bytes)
         else:
             self.read(self._link.read_parameters)
         self._watch.settle_buffers()
@@ -130,13 +128,9 @@ class PulledWeights:
         Args:
             read_parameters: copies them as bytes and returns their version; `WorkerLink.read_parameters`.
         """
-        versions = {read_parameters(area) for area in self.areas}
-        while len(versions) > 1:  # a newer one came between two devices
-            versions = {read_parameters(area) for area in self.areas}
-        for now, clean in self.buffers():
-            clean.copy_(now)
+        self.version = read_parameters(self.area)
+        self.clean_bytes.copy_(self.buffer_bytes)
         self._watch.came()
-        self.version = versions.pop()
         self._buffers_pushed = False
 
     def _adopt(self) -> None:
@@ -180,11 +174,10 @@ class PulledWeights:
     def _changed_buffers(self) -> list[int]:
         """Returns which buffers are not as they came, or were pushed."""
         first, start = len(self.parameters), self._layout.parameter_bytes
-        clean = {each.device: each for each in self._clean}
         changed: list[int] = []
         for i in self._watch.written_buffers():
             view, (begin, end) = self._views[first + i], self._layout.ranges[first + i]
-            came = self._layout.buffers[i].view(clean[view.device][begin - start : end - start])
+            came = self._layout.buffers[i].view(self.clean_bytes[begin - start : end - start])
             if not torch.equal(view, came):
                 changed.append(i)
         return changed
@@ -200,7 +193,7 @@ class PulledWeights:
         """Refuses what the user's code has changed and the next pull would overwrite.
 
         Args:
-            wait: for devices; else what they find is noted, see `noted`.
+            wait: for the device; else what it finds is noted, see `noted`.
         """
         self._adopt()
         if self.version < 0:
@@ -217,11 +210,11 @@ class PulledWeights:
         self._refuse(names, phase)
 
     def noted(self) -> list[Tensor]:
-        """Returns what tells whether devices have noted anything (uint8), which the next push reads for `settle`."""
+        """Returns what tells whether a device has noted anything (uint8), which the next push reads."""
         return self._watch.noted()
 
     def refuse_noted(self) -> None:
-        """Refuses what devices have found."""
+        """Refuses what a device has noted."""
         found = self._watch.take_noted()
         for phase in (Phase.BETWEEN, Phase.MET, Phase.BATCH):  # where it was seen first
             self._refuse([self._layout.parameters[i].name for i in sorted(found.get(phase, ()))], phase)

@@ -1,4 +1,4 @@
-"""What a module costs, measured on the first rank before training starts: its own step, on a few samples (layer L)."""
+"""A few samples before training starts: what a step on them costs, and how batches of them are cut (layer L)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,9 +18,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.data.layouts import first_samples
+from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.fit.leader_step import leader_runs
+from lightning_hetero.pipeline.fit.leader_step import add_hint, leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import (
     count_calls,
     measure_outside,
@@ -32,12 +33,16 @@ from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import ModelCost
 
+_FOR_LAYOUT = 4  # samples that a layout is learned from
 _MOST_SAMPLES = 64  # that a profile is made with
 _FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
 _GROWTH = 1.5  # of the time from few samples to many, below which more of them are tried on an accelerator
 _MORE, _MOST_GROWN = 4, 4096  # times as many, and up to so many
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +90,13 @@ def measure_model(
         torch.OutOfMemoryError: not even a single layer beside what is outside of the layers fits the device.
     """
     with nobody_notices(step.module, step.loader, step.device):
-        samples = _few(step.loader, micro_batch_size)
+        samples, measured = _few(step.loader, micro_batch_size), partial(_measured, step, again=checkpoint_layers)
         grows = micro_batch_size is None and device_of(step.device).asynchronous
-        sizes, found = (0, 0), None
+        few, found = 0, None
         while found is None:
-            sizes = (max(1, len(samples) // 4), len(samples))
+            few = max(1, len(samples) // 4)
             try:
-                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
+                found = measured(samples, few)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -100,11 +105,10 @@ def measure_model(
                 samples = samples[: len(samples) // 2]
             if found is None:
                 gc.collect()  # the failed step's frames hold what they computed
-        while grows and _is_flat(found[0], sizes) and _MORE * len(samples) <= _MOST_GROWN:
+        while grows and _is_flat(found[0], (few, len(samples))) and _MORE * len(samples) <= _MOST_GROWN:
             samples = samples * _MORE
-            sizes = (sizes[0], len(samples))
             try:
-                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
+                found = measured(samples, few)
             except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
                 break
         return found
@@ -153,14 +157,8 @@ def _is_flat(model: ModelCost, sizes: tuple[int, int]) -> bool:
     return many_s < _GROWTH * few_s
 
 
-def _measured(
-    step: Rehearsal,
-    samples: list[Any],
-    sizes: tuple[int, int],
-    *,
-    checkpoint_layers: bool,
-) -> tuple[ModelCost, int]:
-    """Measures with so many of these samples."""
+def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> tuple[ModelCost, int]:
+    """Measures with a few of these samples and with all, ``again``: layers are computed again for their backward."""
     module, layers, device = step.module, step.backbone.layers, step.device
     _move_outside(step)
     optimizer = getattr(step.optimizers[0], "_optimizer", step.optimizers[0]) if step.optimizers else None
@@ -169,7 +167,7 @@ def _measured(
     with step.context():
         bodies = [
             (n, partial(compat.call_training_step, module, step.to_device(step.loader.collate_fn(samples[:n])), 0))
-            for n in sorted(set(sizes))
+            for n in sorted({few, len(samples)})
         ]
         if isinstance(step.backbone, Undivided):
             name = step.backbone.names[0]
@@ -192,7 +190,7 @@ def _measured(
             copies=copies,
             before=outside.before,
             head=outside.head,
-            call=_computed_again if checkpoint_layers else None,
+            call=_computed_again if again else None,
         )
     return model, outside.calls
 
@@ -263,3 +261,70 @@ def nobody_notices(
         stack.enter_context(compat.unlogged(module))
         stack.enter_context(leader_runs("training_step"))
         yield
+
+
+# ---- what one rank finds goes to all -----------------------------------------------------------------------------
+
+
+def first_finds(channel: SideChannel, find: Callable[[], Found], *, rank: int = 0) -> Found:
+    """Returns what one rank finds, rank 0 if no other is named; raises on all ranks if it fails. Collective."""
+    told: list[Any] = [None, ""]  # what is found, or why nothing is
+    error: Exception | None = None
+    if channel.rank == rank:
+        try:
+            told[0] = find()
+        except Exception as caught:  # told to all ranks, or they would wait
+            add_hint(caught)
+            error, told[1] = caught, f"{type(caught).__name__}: {caught}"
+    dist.broadcast_object_list(told, src=rank, group=channel.group)
+    if error is not None:
+        raise error
+    if told[1]:
+        raise RuntimeError(f"rank {rank} could not plan the pipeline: {told[1]}")
+    return told[0]
+
+
+def agree_layout(
+    loader: DataLoader,
+    module: LightningModule,
+    *,
+    channel: SideChannel,
+    leader: int,
+    device: torch.device,
+    to_device: Callable[[Any], Any],
+    needed: bool,
+) -> Layout | None:
+    """Returns how the batches of a loader are cut, the same on all ranks; None: it is not known. Collective.
+
+    Args:
+        loader: the user's.
+        module: whose hooks see a batch on its way to the device.
+        channel: over all ranks.
+        leader: the rank that reads a few samples; it holds what is outside of the layers.
+        device: of this rank.
+        to_device: moves a batch, with all hooks of the user.
+        needed: a plan cuts them, or another one may.
+
+    Raises:
+        TypeError: they cannot be cut, but must be; on all ranks, with the way out.
+    """
+    causes: list[Exception] = []
+
+    def learned() -> Layout | str:
+        try:
+            with nobody_notices(module, loader, device, leave=(Tensor,)):
+                samples = first_samples(loader, _FOR_LAYOUT)
+                return learn_layout(lambda part: to_device(loader.collate_fn(part)), samples)
+        except Exception as error:
+            causes.append(error)
+            return f"{'' if isinstance(error, TypeError) else type(error).__name__ + ': '}{error}"
+
+    layout = first_finds(channel, learned, rank=leader)
+    if not isinstance(layout, str):
+        return layout
+    if not needed:
+        return None
+    raise TypeError(
+        f"the batches of the train loader cannot be cut into micro-batches: {layout}. Or use"
+        " strategy='hetero_balanced', which gives training_step the batch of a rank as it is"
+    ) from (causes[0] if causes else None)
