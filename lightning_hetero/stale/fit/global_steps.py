@@ -232,7 +232,7 @@ class GlobalSteps:
             self.source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
         self._seen += gone_by
         started = self.device.stamp(timing=True)
-        self.at.work = work = Chunk(reply, started=started, wait_s=wait_s, fill_in=top_up)
+        self.at.work = work = Chunk(reply, started=started, wait_s=wait_s, top_up=top_up)
         if not work.samples:
             return self.source.dummy(due=gone_by)
         return self.source.batch(work.piece, due=gone_by)

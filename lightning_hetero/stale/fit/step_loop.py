@@ -336,7 +336,7 @@ class StepLoop:
             "compute_s": computed[0],
             "wait_s": time.perf_counter() - computed[1] + work.wait_s,
             "version": work.grant.version,
-            "fill_in": work.fill_in,
+            "fill_in": work.top_up,
         }
         work.wait_s = 0.0
         if final:

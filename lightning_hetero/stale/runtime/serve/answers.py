@@ -13,8 +13,9 @@ from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.runtime.messages import measures_text
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
-from lightning_hetero.transport.base import Listener, Reply, Request, Say
+from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+from lightning_hetero.transport.listener import Listener
 
 
 class Answers:

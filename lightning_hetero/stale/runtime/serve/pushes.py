@@ -39,8 +39,9 @@ from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, Live
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
-from lightning_hetero.transport.base import Listener, Request, Say
+from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+from lightning_hetero.transport.listener import Listener
 
 
 class Pushed(NamedTuple):

@@ -34,8 +34,9 @@ from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, Ope
 from lightning_hetero.stale.runtime.serve.pushes import Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
-from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Request, Say
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.listener import Listener
 
 _log = logging.getLogger(__name__)
 
