@@ -8,7 +8,7 @@
 ``loader``         puts those parts into the user's own DataLoader, workers, collate function and all
 ``stream``         the same for iterable datasets, by re-batching
 ``micro_batches``  a collated batch cut into micro-batches, and outputs joined again
-``granted``        batches of whatever positions of the order a server grants
+``assigned``       batches of whatever positions of the order a server assigns
 ``partition``      one dataset divided among clients that are not alike
 """
 

@@ -188,12 +188,8 @@ class GlobalBatchSampler(EpochSampler):
                 drawn = list(islice(cycle(indices[start:end]), self._least))
             issued.append(
                 Part(
-                    epoch=epoch,
-                    step=position + i,
-                    samples=mine,
-                    shares=shares,
-                    weight_base=float(end - start),
-                    dummy=self._least,
+                    epoch=epoch, step=position + i, samples=mine, shares=shares,
+                    weight_base=float(end - start), dummy=self._least,
                     work=math.nan if self.costs is None else math.fsum(self.costs.of(drawn)),
                 )
             )

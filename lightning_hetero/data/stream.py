@@ -97,12 +97,8 @@ class RebatchedStream(BatchFeed):
             batch = self.loader.collate_fn(mine)
             self.on_fetch(
                 Part(
-                    epoch=epoch,
-                    step=step,
-                    samples=shares[self.rank],
-                    shares=shares,
-                    weight_base=float(total),
-                    fetch_s=max(0.0, time.perf_counter() - started_s - decided_s),
+                    epoch=epoch, step=step, samples=shares[self.rank], shares=shares,
+                    weight_base=float(total), fetch_s=max(0.0, time.perf_counter() - started_s - decided_s),
                     dummy=self.least,
                 )
             )

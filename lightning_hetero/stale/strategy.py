@@ -131,16 +131,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         }
         divide_by = float(self.world_size) if self.shared.loss_reduction == "sum" else None
         return StaleSettings(
-            shared=self.shared,
-            server=replace(self._server, divide_by=divide_by),
-            compression=self._compression,
-            agreed=agreed,
-            shares_memory=self.transport != "pairs",
-            host=self.host_name(),
-            environment=self.cluster_environment,
-            backend=self.process_group_backend or "gloo",
-            timeout=self.timeout,
-        )
+            shared=self.shared, server=replace(self._server, divide_by=divide_by),
+            compression=self._compression, agreed=agreed, shares_memory=self.transport != "pairs",
+            host=self.host_name(), environment=self.cluster_environment,
+            backend=self.process_group_backend or "gloo", timeout=self.timeout,
+        )  # fmt: skip
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:

@@ -58,7 +58,7 @@ STOPS: dict[str, dict[str, str]] = {
         "stale/fit/global_steps.py:GlobalSteps.claim": "Lightning asks for a batch: samples are claimed",
         "stale/runtime/work/worker.py:Worker.claim": "the request, and the server's answer: an assignment, or none",
         "stale/runtime/work/worker.py:Worker.pull": "the parameters of the version it was assigned",
-        "data/granted.py:SampleSource.batch": "a batch of the samples assigned",
+        "data/assigned.py:SampleSource.batch": "a batch of the samples assigned",
         "stale/fit/step_loop.py:StepLoop.opened": "what its samples weigh",
         "stale/strategy.py:BoundedStalenessStrategy.training_step": "the user's step",
         "stale/fit/step_loop.py:StepLoop.backward_done": "gradients are complete",

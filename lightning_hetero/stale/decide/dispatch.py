@@ -184,20 +184,10 @@ class Dispatch:
                 reserved.append(Due(rank=other.rank, samples=part, in_s=in_s, current=True))
         clocks = [other.clock for other in self._workers.live()]
         return Claim(
-            rank=worker.rank,
-            expired=now >= held.until_s,
-            first=worker.assignments == 0,
-            late=held.global_step < step,
-            opening=step == books.opening,
-            served=worker.served == step,
-            workers=len(clocks),
-            batch=books.batch,
-            need=books.need,
-            share=self._share(worker.rank),
-            witnessed=books.witnessed,
-            due=self._workers.due(step, now),
-            reserved=tuple(reserved),
+            rank=worker.rank, expired=now >= held.until_s, first=worker.assignments == 0,
+            late=held.global_step < step, opening=step == books.opening, served=worker.served == step,
+            workers=len(clocks), batch=books.batch, need=books.need, share=self._share(worker.rank),
+            witnessed=books.witnessed, due=self._workers.due(step, now), reserved=tuple(reserved),
             lead=worker.clock - min(clocks, default=worker.clock),
-            step_s=self._step.smoothed_s or self._predicted_step_s(),
-            cost=speeds.cost(worker.rank),
-        )
+            step_s=self._step.smoothed_s or self._predicted_step_s(), cost=speeds.cost(worker.rank),
+        )  # fmt: skip

@@ -86,16 +86,11 @@ class Epoch:
     def pool(self, workers: int) -> Pool:
         """Returns what has arrived since the last update, for the policy."""
         return Pool(
-            contributions=len(self._contributions),
-            pushes=self._pushes,
-            samples=sum(c.samples for c in self._contributions),
-            batch=self.batch,
-            missing=self.need,
-            witnessed=self.witnessed,
-            workers=workers,
-            slices=self.ledger.owners(self.global_step),
+            contributions=len(self._contributions), pushes=self._pushes,
+            samples=sum(c.samples for c in self._contributions), batch=self.batch, missing=self.need,
+            witnessed=self.witnessed, workers=workers, slices=self.ledger.owners(self.global_step),
             last=self.global_step == len(self.ends) - 1,
-        )
+        )  # fmt: skip
 
     def empty(self) -> tuple[Accepted, ...]:
         """Empties the pool; returns what was in it."""

@@ -131,14 +131,10 @@ class Measures:
             return tuple(predict_s(rank, n) if rank in live else math.nan for rank, n in enumerate(samples))
 
         return cls(
-            counts=counts,
-            epoch=coordinator.epoch,
-            global_step=coordinator.global_step,
-            version_gap=version - min(coordinator.bases(), default=version),
-            shares=shares,
-            predicted_s=seconds(shares),
-            equal_s=seconds([part] * len(shares)),
-        )
+            counts=counts, epoch=coordinator.epoch, global_step=coordinator.global_step,
+            version_gap=version - min(coordinator.bases(), default=version), shares=shares,
+            predicted_s=seconds(shares), equal_s=seconds([part] * len(shares)),
+        )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""

@@ -202,16 +202,10 @@ class Workers:
         predicted_s = self.speeds.predict_s(worker.rank, size(spans))
         known = not math.isnan(predicted_s)
         worker.assignment = Assignment(
-            number=next(self.numbers),
-            rank=worker.rank,
-            spans=spans,
-            base=base,
-            epoch=epoch,
-            claimed=claimed,
-            assigned_s=now,
-            predicted_s=predicted_s,
+            number=next(self.numbers), rank=worker.rank, spans=spans, base=base, epoch=epoch, claimed=claimed,
+            assigned_s=now, predicted_s=predicted_s,
             limit_s=max(_STALLED_FACTOR * (predicted_s if known else self._liveness_s), self._liveness_s),
-        )
+        )  # fmt: skip
         worker.assignments += 1
         return worker.assignment
 

@@ -1,6 +1,6 @@
 """One rank's way through the global steps of an epoch: what it claims, is assigned, or is passed by (layer L).
 
-    Lightning asks for batch t ---- claim(t) --> granted: the current parameters, samples -> a batch
+    Lightning asks for batch t ---- claim(t) --> assigned: the current parameters, samples -> a batch
                                         '------> passed:  None, which Lightning skips; counters advance
 
 So one Lightning batch is one global step on every rank, whichever did the work, and everything that Lightning derives
@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog
-from lightning_hetero.data.granted import SampleSource
+from lightning_hetero.data.assigned import SampleSource
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.intervals import leaving, pairs
 from lightning_hetero.stale.fit.parts import Parts
@@ -228,7 +228,7 @@ class GlobalSteps:
         """
         self.worker.pull()
         gone_by = max(0, reply.tick - self._seen)
-        for missed in reversed(range(gone_by)):  # one hint per tick; for those this rank missed it is too late
+        for missed in reversed(range(gone_by)):  # one hint per global step; for those this rank missed it is too late
             self.source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
         self._seen += gone_by
         started = self.device.stamp(timing=True)

@@ -151,12 +151,13 @@ class GradientEdits:
     number in all batches.
 
     Args:
-        parameters: whose gradients.
-        names: theirs, for messages.
+        module: whose parameters' gradients.
+        looks: whether such code may be there; else nothing is looked at.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+    def __init__(self, module: LightningModule, *, looks: bool) -> None:
+        self._names, self._parameters = zip(*module.named_parameters(), strict=True)
+        self._looks = looks
         self._marks: list[tuple[int, int] | None] | None = None
         self._left: list[Tensor | None] | None = None  # copies, while something is changed
         self._copies = True
@@ -164,6 +165,8 @@ class GradientEdits:
 
     def leave(self) -> None:
         """A backward pass has ended."""
+        if not self._looks:
+            return
         self._marks = _marks(self._parameters)
         self._left = [_copy(p.grad) for p in self._parameters] if self._copies else None
 

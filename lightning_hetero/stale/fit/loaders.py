@@ -1,4 +1,4 @@
-"""The train loader's copy that trains what the server grants (layer L)."""
+"""The train loader's copy that trains what the server assigns (layer L)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
+from lightning_hetero.data.assigned import SampleSource, assigned_loader
 from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.granted import SampleSource, granted_loader
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.transport.side_channel import SideChannel
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class GrantedBinder(LoaderBinder[BoundLoader]):
+class AssignedBinder(LoaderBinder[BoundLoader]):
     """Binds the one train loader of a fit to its loop.
 
     Args:
@@ -42,10 +42,10 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         self.steps: GlobalSteps | None = None
 
     def process(self, loader: object) -> DataLoader:
-        """Returns the copy of the train loader that trains what the server grants.
+        """Returns the copy of the train loader that trains what the server assigns.
 
         Raises:
-            TypeError, ValueError: the loader's samples cannot be granted one by one, or the ranks' loaders differ.
+            TypeError, ValueError: the loader's samples cannot be assigned one by one, or the ranks' loaders differ.
         """
         orders = self.orders
         loader = users_own(loader)
@@ -79,7 +79,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
             self.steps.source = source
         source.sampler.epoch = compat.epoch_running(self._trainer)  # for a look at a batch before the epoch starts
         bound = BoundLoader(spec=spec, full=order.global_batch_size, order=order)
-        bound.loader = granted_loader(loader, source, self._batches)
+        bound.loader = assigned_loader(loader, source, self._batches)
         self._bound = [bound]  # instead of one that was there before a reload
         return bound.loader
 

@@ -22,7 +22,7 @@ from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
-from lightning_hetero.stale.fit.loaders import GrantedBinder
+from lightning_hetero.stale.fit.loaders import AssignedBinder
 from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class StaleRun(ElasticRun[GrantedBinder]):
+class StaleRun(ElasticRun[AssignedBinder]):
     """One fit on one rank.
 
     Args:
@@ -71,17 +71,11 @@ class StaleRun(ElasticRun[GrantedBinder]):
         groups = Groups(trainer, session, members, channel, settings)
         self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
         self.meetings = ServerMeetings(
-            trainer,
-            session,
-            members,
-            groups,
-            self.admission,
-            liveness_s=settings.server.liveness_s,
-            leave_step=self._end_epoch,
-            take_over_changes=self._take_over_changes,
-        )
+            trainer, session, members, groups, self.admission, liveness_s=settings.server.liveness_s,
+            leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
+        )  # fmt: skip
         self.admission.expect()
-        self.binder = GrantedBinder(trainer, channel, members, settings)
+        self.binder = AssignedBinder(trainer, channel, members, settings)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
         self._since = report.Since()  # the last report
@@ -159,14 +153,9 @@ class StaleRun(ElasticRun[GrantedBinder]):
         module = self.module
         assert binder.source is not None
         binder.steps = steps = GlobalSteps(
-            trainer,
-            self.session,
-            binder.source,
-            parts=self._parts,
-            events=self.events,
-            before_epoch=self._before_epoch,
-            resume=self._stored.get("applied") or {},
-        )
+            trainer, self.session, binder.source, parts=self._parts, events=self.events,
+            before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
+        )  # fmt: skip
         self.loop = StepLoop(
             trainer,
             steps,
@@ -307,11 +296,11 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self._note(measures.counts, measures.epoch, measures.global_step)
         return measures
 
-    def _note(self, counts: Counts, epoch: int, tick: int) -> None:
+    def _note(self, counts: Counts, epoch: int, global_step: int) -> None:
         """Has one rank tell what the server has counted, if there is anything new."""
         if self._members.is_lowest and counts.updates != self._noted:
             self._noted = counts.updates
-            self.events.note("server", epoch, tick, counts.as_dict())
+            self.events.note("server", epoch, global_step, counts.as_dict())
 
     # ---- training ends ----------------------------------------------------------------------------------------
 

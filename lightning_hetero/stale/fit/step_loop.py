@@ -1,6 +1,6 @@
 """What a rank does within a global step, in Lightning's own training loop: optimizer steps become pushes (layer L).
 
-     granted --> closure (training_step, backward) -- push --> granted again: a top-up chunk, trained within the same
+     assigned --> closure (training_step, backward) -- push --> assigned again: a top-up chunk, trained within the same
                                                        |       batch of Lightning's
                                                        '-----> passed: the global step is over, the batch ends
 """
@@ -38,7 +38,7 @@ _NO_MEETING = (
 
 
 class StepLoop:
-    """Trains what is granted and pushes it; one per fit and rank.
+    """Trains what is assigned and pushes it; one per fit and rank.
 
     Args:
         trainer: the running trainer.
@@ -52,12 +52,7 @@ class StepLoop:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        steps: GlobalSteps,
-        *,
-        weight: Callable[[Any], float] | None,
-        sums: bool = False,
+        self, trainer: Trainer, steps: GlobalSteps, *, weight: Callable[[Any], float] | None, sums: bool = False
     ) -> None:
         self._trainer = trainer
         self._weight_of = weight
@@ -68,9 +63,8 @@ class StepLoop:
         self._made_gradients = False  # in this epoch, in manual optimization
         self._most_steps: int | None = None  # of a batch in manual optimization, so far
         module = trainer.lightning_module
-        names, parameters = zip(*module.named_parameters(), strict=True)
         by_hand = not self._automatic or is_overridden("optimizer_step", module)
-        self._edits = GradientEdits(parameters, names) if by_hand else None
+        self._edits = GradientEdits(module, looks=by_hand)
         self.at = steps.at
         self._claims = steps
         self.running_step = False
@@ -168,8 +162,7 @@ class StepLoop:
                 "an optimizer steps outside of a training batch, or a second time in one: here a step is the push of a"
                 " batch's gradients to the parameter server. Step in training_step, or use strategy='hetero_balanced'"
             )
-        if self._edits is not None:
-            self._edits.check()
+        self._edits.check()
         output = self._run_step(index, optimizer, closure, run)
         if self._automatic:
             self._end_batch(1 << index, optimizer, partial(self._run_again, index, optimizer, run))
@@ -182,7 +175,7 @@ class StepLoop:
 
     def backward_done(self) -> None:
         """A backward pass has ended: what becomes of the gradients until the step is looked at."""
-        if self._edits is not None and self.in_step and not self.dummy:
+        if self.in_step and not self.dummy:
             self._edits.leave()
 
     def _run_step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
@@ -228,8 +221,7 @@ class StepLoop:
     def training_step_done(self, again: Callable[[Any], Any]) -> None:
         """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more, and returns
         what hooks see of it."""
-        if self._edits is not None:
-            self._edits.check()
+        self._edits.check()
         if self.dummy:  # the others' pushes say what is zeroed
             self._zeroes = 0
         elif not self._made_gradients:
@@ -316,8 +308,7 @@ class StepLoop:
     def _push(self, *, steps: int, final: bool) -> Reply:
         work, at, zeroes = self._work, self.at, self._zeroes
         assert work.grant is not None and work.started is not None
-        if self._edits is not None:
-            self._edits.forget()
+        self._edits.forget()
         flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
         if not final and (self._most_steps is None or work.substep + 1 < self._most_steps):
             flags |= PushFlag.MORE

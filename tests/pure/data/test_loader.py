@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -26,13 +26,11 @@ from torch.utils.data import (
 from lightning_hetero.data import (
     GlobalBatchSampler,
     Part,
-    RebatchedStream,
     ShuffledOrder,
     inspect_loader,
     rebatched_loader,
 )
 from lightning_hetero.data.batches import Split
-from lightning_hetero.data.copies import fed_copy
 from tests.pure.predictors.simulated import any_split
 
 seeds = st.integers(0, 2**31)
@@ -238,78 +236,3 @@ class Wrapped(DataLoader):
 
 def test_a_subclass_that_adds_to_its_batches_can_be_divided() -> None:
     assert inspect_loader(Wrapped(NINE, batch_size=2, shuffle=True, num_workers=1)).kind == "plain"
-
-
-# ---- streams -----------------------------------------------------------------------------------------------
-
-
-class Finite(IterableDataset[int]):
-    def __init__(self, n: int, first: int = 0) -> None:
-        self.n, self.first = n, first
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first, self.first + self.n))
-
-
-class Sized(Finite):
-    def __len__(self) -> int:
-        return self.n
-
-
-Steps = list[tuple[Part, list[int]]]
-
-
-def stream(loader: DataLoader, mode: Any, rank: int, world: int, size: int, split: Split, position: int = 0,
-           limit: int | None = None) -> Steps:
-    parts: list[Part] = []
-    feed = RebatchedStream(
-        loader=loader,
-        mode=mode,
-        rank=rank,
-        world_size=world,
-        global_batch_size=size,
-        split=split,
-        position=lambda: (4, position),
-        on_fetch=parts.append,
-    )
-    balanced = fed_copy(loader, feed)
-    batches = [b.tolist() for b, _ in zip(balanced, range(limit if limit is not None else 10**6), strict=False)]
-    return [(p, b if p.samples else []) for p, b in zip(parts, batches, strict=False)]
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(0, 50),
-    st.integers(1, 12),
-    st.integers(1, 7),
-    st.integers(1, 4),
-    st.integers(0, 6),
-    st.booleans(),
-    seeds,
-)
-def test_a_shared_stream_is_trained_once(
-    n: int, size: int, chunk: int, world: int, position: int, drop_last: bool, seed: int
-) -> None:
-    def loader() -> DataLoader:
-        return DataLoader(Sized(n), batch_size=chunk, drop_last=drop_last)
-
-    ranks = [stream(loader(), "shared", r, world, size, any_split(world, seed), position) for r in range(world)]
-    expected = [list(range(i, min(n, i + size))) for i in range(0, n, size)]
-    if drop_last:
-        expected = [b for b in expected if len(b) == size]
-    together = [[i for _, mine in step for i in mine] for step in zip(*ranks, strict=True)]
-    assert together == expected[position:]
-    for k, batch in enumerate(together):
-        parts = [rank[k][0] for rank in ranks]
-        assert {(p.epoch, p.step, p.weight_base, sum(p.shares)) for p in parts} == {
-            (4, position + k, len(batch), len(batch))
-        }
-        assert sum(p.weight for p in parts) == pytest.approx(world)
-
-
-def test_collate_is_the_users_and_the_loader_is_left_alone() -> None:
-    loader = DataLoader(Finite(10), batch_size=3, drop_last=True, collate_fn=lambda s: torch.tensor(s) * 10)
-    steps = stream(loader, "shared", 1, 2, 4, lambda _, __, total: (1, total - 1) if total > 2 else (1, 1))
-    assert [mine for _, mine in steps] == [[10, 20, 30], [50, 60, 70]]
-    assert next(iter(loader)).tolist() == [0, 10, 20]
-    assert loader.drop_last

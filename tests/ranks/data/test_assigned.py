@@ -1,4 +1,4 @@
-"""Granted samples become batches: order, fetching ahead, and what Lightning and users see of a granted loader."""
+"""Granted samples become batches: order, fetching ahead, and what Lightning and users see of a assigned loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_hetero.data import ShuffledOrder
-from lightning_hetero.data.granted import SampleSource, granted_loader
+from lightning_hetero.data.assigned import SampleSource, assigned_loader
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -70,7 +70,7 @@ def column(batch: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [Squares, Lists])
-def test_granted_positions_in_the_order_given(kind: type[Squares]) -> None:
+def test_assigned_positions_in_the_order_given(kind: type[Squares]) -> None:
     data = kind()
     source = source_of(DataLoader(data, batch_size=2))
     assert source.ahead == 0 and source.ahead_loader is None
@@ -160,7 +160,7 @@ def forgetting(rank: int, world: int) -> tuple[list[bool], int]:
     source = source_of(forked(data))
     order = list(range(400))
     source.begin(order, [(0, 20), (20, 40)])
-    for tick in range(16):  # nothing of what was hinted is ever granted
+    for tick in range(16):  # nothing of what was hinted is ever assigned
         source.hint((20 * tick + 40, 20 * tick + 60))
         source.batch([(380, 381)])
     held = len(source._fetched)
@@ -204,7 +204,7 @@ class Strict(DataLoader):
         self.secret = secret
 
 
-def test_a_granted_loader_is_the_users_loader_but_for_its_batches() -> None:
+def test_a_assigned_loader_is_the_users_loader_but_for_its_batches() -> None:
     user = Strict(Squares(), secret=3, batch_size=2)
     source = source_of(user)
     asked: list[object] = []
@@ -213,18 +213,18 @@ def test_a_granted_loader_is_the_users_loader_but_for_its_batches() -> None:
         asked.append(iterator)
         return iter("ab")
 
-    granted = granted_loader(user, source, batches)
-    assert isinstance(granted, Strict) and granted.secret == 3 and granted.dataset is user.dataset
+    assigned = assigned_loader(user, source, batches)
+    assert isinstance(assigned, Strict) and assigned.secret == 3 and assigned.dataset is user.dataset
     assert type(user) is Strict and len(user) == 5  # as it was
-    assert len(granted) == 3 and granted.batch_sampler is source.sampler
-    iterator = iter(granted)
+    assert len(assigned) == 3 and assigned.batch_sampler is source.sampler
+    iterator = iter(assigned)
     assert asked == []  # only when the first batch is drawn: Lightning has not settled its counters before
     assert list(iterator) == ["a", "b"] and asked == [iterator]
-    assert granted._iterator is None
+    assert assigned._iterator is None
 
 
 def test_without_automatic_batching_the_sampler_stands_in() -> None:
     user = DataLoader(Squares(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(10)), 2, False))
     source = source_of(user)
-    granted = granted_loader(user, source, lambda iterator: iter(()))
-    assert granted.sampler is source.sampler and granted.batch_sampler is None and len(granted) == 3
+    assigned = assigned_loader(user, source, lambda iterator: iter(()))
+    assert assigned.sampler is source.sampler and assigned.batch_sampler is None and len(assigned) == 3

@@ -1,12 +1,12 @@
-"""Batches made of granted samples: the user's loader, asked for whatever positions the server grants (layer T).
+"""Batches made of assigned samples: the user's loader, asked for whatever positions the server assigns (layer T).
 
     order of the epoch:   |   batch t   |  batch t+1  |  ...        the same on every rank
-    granted to rank r:       [----)   [-)                           spans of positions, known only when they are needed
-    fetched ahead:                         [----)                   what it will *probably* be granted (hint)
+    assigned to rank r:      [----)   [-)                          spans of positions, known only when they are needed
+    fetched ahead:                         [----)                  what it will *probably* be assigned (hint)
 
-With DataLoader workers, hints are fetched ahead in the user's own workers, sample by sample, and kept until granted; a
-granted sample that nobody has fetched is read directly. A hint is no lease: being wrong costs time, never a sample. The
-user's collate function runs in the main process, because only then the batch is known.
+With DataLoader workers, hints are fetched ahead in the user's own workers, sample by sample, and kept until they are
+assigned; a sample that was not fetched is read directly. A hint is no assignment: being wrong costs time, never a
+sample. The user's collate function runs in the main process, because only then the batch is known.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SampleSource:
 
         Args:
             indices: the epoch's order; position -> index of the dataset.
-            hints: spans likely to be granted for the next ``ahead`` batches, in order.
+            hints: spans likely to be assigned for the next ``ahead`` batches, in order.
         """
         self.end()
         self._indices = indices
@@ -84,12 +84,12 @@ class SampleSource:
         self._workers = None
 
     def hint(self, span: tuple[int, int]) -> None:
-        """Adds what will probably be granted ``ahead`` batches later."""
+        """Adds what will probably be assigned ``ahead`` batches later."""
         if self.ahead_loader is not None:
             self._units.append(span)
 
     def batch(self, spans: Sequence[tuple[int, int]], *, due: int = 1) -> Any:
-        """Returns the collated batch of the granted positions.
+        """Returns the collated batch of the assigned positions.
 
         Args:
             spans: positions ``[start, end)``, in the order they are to stand in the batch.
@@ -128,7 +128,7 @@ class SampleSource:
             samples = next(self._workers)
             self._fetched.update(zip(range(start, end), samples, strict=False))
             self._kept.append((start, end))
-            if len(self._kept) > self.ahead + 1:  # granted to others by now, as a rule
+            if len(self._kept) > self.ahead + 1:  # assigned to others by now, as a rule
                 for position in range(*self._kept.popleft()):
                     self._fetched.pop(position, None)
 
@@ -155,10 +155,10 @@ class _Units(Sampler[list[Any]]):
             yield self._unit()
 
 
-def granted_loader(
+def assigned_loader(
     loader: DataLoader, source: SampleSource, batches: Callable[[object], Iterator[Any]]
 ) -> DataLoader:
-    """Returns a copy of ``loader`` that hands out an epoch's batches of granted samples.
+    """Returns a copy of ``loader`` that hands out an epoch's batches of assigned samples.
 
     Args:
         loader: map-style; not changed.
@@ -167,11 +167,11 @@ def granted_loader(
             drawn.
     """
     sampler = source.sampler
-    return fed_copy(loader, _Granted(source, batches), **sampled_by(loader, sampler, sampler.order))
+    return fed_copy(loader, _Assigned(source, batches), **sampled_by(loader, sampler, sampler.order))
 
 
 @dataclass(frozen=True, slots=True)
-class _Granted(BatchFeed):
+class _Assigned(BatchFeed):
     source: SampleSource
     batches: Callable[[object], Iterator[Any]]
 
