@@ -176,12 +176,12 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def transfer(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """The next batch was fetched: which part is it, what does it weigh. Returns it, moved to the device."""
         self._open()
-        counted = self._counts.before(batch)
-        with self.probe.transferring():
-            batch = move(batch)
-        if not counted:
-            self._count(batch)
-        return batch
+
+        def timed(host: Any) -> Any:
+            with self.probe.transferring():
+                return move(host)
+
+        return self._counts.moved(batch, timed)
 
     def _open(self) -> None:
         if self.binder.equal is not None:
