@@ -157,27 +157,6 @@ def stale_real(results: Results) -> str:
     return _table(head, rows)
 
 
-def stale_simulated(results: Results) -> str:
-    """Of docs/theory/stale.md: simulated time."""
-    every = {(row["case"], row["policy"]): row for row in results.raw["simulated"]}
-    edge = "MLP at the edge, momentum: loss to DDP"
-
-    def losses(row: Mapping[str, Any]) -> list[float]:
-        return [v for k, v in row.items() if k.endswith(": loss to DDP") and k != edge and v is not None]
-
-    rows = []
-    for (case, policy), row in every.items():
-        if policy != "flexible":
-            continue
-        asp = every[case, "asp"]
-        ratios = [f"{row[key]:.2f}" for key in ("to_bound", "to_ddp", "to_balanced")]
-        ours, theirs = _span(losses(row)), _span(losses(asp), last="{:.1f}")
-        rows.append([case, *ratios, ours, f"{row[edge]:.2f}", f"{asp['to_bound']:.2f}", theirs])
-    head = ["workers", "time to bound", "to DDP", "to balanced", "final loss to DDP", "at the edge of stability",
-            "`asp`: to bound", "`asp`: final loss"]  # fmt: skip
-    return _table(head, rows)
-
-
 def pipeline(results: Results) -> str:
     """Of docs/benchmarks.md: every scenario."""
     rows = []
@@ -324,7 +303,6 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "balanced": ("balanced", balanced),
     "stale": ("stale", stale),
     "stale real": ("stale", stale_real),
-    "stale simulated": ("stale", stale_simulated),
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
     "predictions": ("planning_real", predictions),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.chunk import Chunk
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.base import Reply, Say
+from lightning_hetero.transport.base import Ask, Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 from lightning_hetero.transport.groups import rebuild_default_group
 
@@ -354,18 +355,20 @@ class Rank:
         if self.error_next:
             simulation.error_raised()
             raise ArithmeticError("an error in the user's code")
-        place: dict[str, Any] = {"epoch": epoch, "tick": tick, "lease": grant.lease, "compute_s": lambda: 0.5}
-        said: dict[str, Any] = {**place, "samples": len(positions), "weight": 1.0}
+        said = Request(
+            kind=Ask.PUSH, epoch=epoch, tick=tick, lease=grant.lease, samples=len(positions), weight=1.0
+        )  # fmt: skip
         substeps = simulation.case.substeps
         for k in range(substeps):
             self._write(epoch, positions, k, grant.version)
-            worker.push(PushFlag(0), substep=k, steps=1, zeroes=1, **said)
+            worker.push(replace(said, substep=k, steps=1, zeroes=1), lambda: 0.5)
             worker.pull()
             process.sleep(simulation.compute_s(self, len(positions)))
         if not substeps:
             self._write(epoch, positions, 0, grant.version)
         steps = 0 if substeps else 1
-        return worker.push(PushFlag.FINAL, substep=substeps, steps=steps, zeroes=steps, **said)
+        last = replace(said, flags=PushFlag.FINAL, substep=substeps, steps=steps, zeroes=steps)
+        return worker.push(last, lambda: 0.5)
 
     def _write(self, epoch: int, positions: Sequence[int], substep: int, base: int) -> None:
         """Puts the gradient there that says whose these samples are."""

@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hydra.utils import get_object, instantiate
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import lightning_compat as compat
@@ -106,16 +107,6 @@ def load_data(given: Any, *, name: str = "data") -> Any:
     return data
 
 
-def fit_arguments(data: Any) -> dict[str, Any]:
-    """Returns what ``Trainer.fit`` takes besides the module."""
-    if data is None:
-        return {}
-    if isinstance(data, LightningDataModule):
-        return {"datamodule": data}
-    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=_USUAL_BATCH, shuffle=True)
-    return {"train_dataloaders": loader}
-
-
 def quiet_trainer(**options: Any) -> Trainer:
     """Returns a Trainer that writes and shows nothing."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -134,17 +125,6 @@ class _SeenError(Exception):
     """Ends the fit when what was wanted is known."""
 
 
-class _Look(Callback):
-    """Looks at a fit whose first batch is about to begin, and ends it."""
-
-    def __init__(self, look: Callable[[Trainer, LightningModule], Any]) -> None:
-        self.look, self.seen = look, None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seen = self.look(trainer, pl_module)
-        raise _SeenError
-
-
 def before_first_batch(
     module: LightningModule, data: Any, look: Callable[[Trainer, LightningModule], T], **options: Any
 ) -> T:
@@ -158,14 +138,22 @@ def before_first_batch(
     Raises:
         ValueError: the loader yields nothing.
     """
-    looking = _Look(look)
+    seen: list[T] = []
+
+    def look_once(trainer: Trainer, pl_module: LightningModule) -> None:
+        seen.append(look(trainer, pl_module))
+        raise _SeenError
+
+    if isinstance(data, Dataset):
+        data = DataLoader(data, batch_size=_USUAL_BATCH, shuffle=True)
+    given: dict[str, Any] = {"datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders": data}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = quiet_trainer(callbacks=[looking], **options)
+        trainer = quiet_trainer(callbacks=[LambdaCallback(on_train_start=look_once)], **options)
         try:
-            trainer.fit(module, **fit_arguments(data))
+            trainer.fit(module, **given)
         except _SeenError:
-            return cast("T", looking.seen)
+            return seen[0]
     raise ValueError("the train loader yields no batch: there is nothing to measure the module with")
 
 

@@ -19,15 +19,16 @@ until it was found to be well.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from lightning_hetero.controller.messages import Observation
+from lightning_hetero.controller.messages import LinkTime, Observation
 from lightning_hetero.predictors import Kalman
+from lightning_hetero.solvers.chain.layers import fixed_and_per_sample
 from lightning_hetero.solvers.placement.pipes import Pipe
-from lightning_hetero.types import Cluster, LayerCost, Link, ModelCost
+from lightning_hetero.types import Cluster, Link, ModelCost
 
 _FEW = 3  # layers in a stage, below which their median says nothing
 _SMALL = 0.1  # of the mean layer of a stage
@@ -40,18 +41,10 @@ _CHANGED, _RESTING_SURE = 0.5, 4.0  # relative change of its time that counts, i
 _WELL = 1.05  # factor up to which something is as the profile says
 
 
-class State(NamedTuple):
-    """Factors on the profile's times: 2.0 is twice as slow.
-
-    Attributes:
-        ranks: by rank.
-        links: by (source, target), where it was measured, or an end is blamed.
-        layers: by layer.
-    """
-
-    ranks: tuple[float, ...]
-    links: Mapping[tuple[int, int], float]
-    layers: tuple[float, ...]
+Key: TypeAlias = tuple[Any, ...]
+"""``("rank", r)``, ``("layer", k)``, or ``("link", source, target)``."""
+State: TypeAlias = Mapping[Key, float]
+"""Factors on the profile's times, 2.0 is twice as slow: of all ranks and layers, of links that were measured or blamed."""
 
 
 class _Factor:
@@ -59,35 +52,33 @@ class _Factor:
 
     def __init__(self) -> None:
         self._filter = Kalman()
-        self.value = 1.0
         self.seen = -1  # last batch
         self.batch_s = math.inf  # what is at stake: its time in a batch, as profiled
 
     def add(self, ratio: float, batch: int) -> None:
-        if not self._filter.ready:
+        if not self.known:
             self._filter.update(1, 1.0)  # the profile is a measurement, too
         self._filter.update(1, ratio)
         self.seen = batch
-        self._read()
-
-    @property
-    def unsure(self) -> bool:
-        return self._filter.ready and self._filter.outlier_side != 0
-
-    def forget(self) -> None:
-        self._filter = self._filter.fresh()
-        self._read()
 
     @property
     def known(self) -> bool:
         return self._filter.ready
 
     @property
+    def value(self) -> float:
+        return self._filter.predict(1) if self.known else 1.0
+
+    @property
     def std(self) -> float:
         return self._filter.std_s(1) if self.known else 0.0
 
-    def _read(self) -> None:
-        self.value = self._filter.predict(1) if self.known else 1.0
+    @property
+    def unsure(self) -> bool:
+        return self._filter.outlier_side != 0
+
+    def forget(self) -> None:
+        self._filter = self._filter.fresh()
 
     def to_plain(self) -> dict[str, Any]:
         return {"filter": self._filter.state_dict(), "seen": self.seen}
@@ -95,7 +86,6 @@ class _Factor:
     def load(self, plain: Mapping[str, Any]) -> None:
         self._filter.load_state_dict(plain["filter"])
         self.seen = plain["seen"]
-        self._read()
 
 
 class _Resting:
@@ -113,7 +103,7 @@ class _Resting:
         """Takes in what a computation took that is always the same [s].
 
         Returns:
-            The rank's speed over the profile's, if that time has changed since it rests.
+            The rank's factor by now, if that time has changed since it rests.
         """
         self._seen += 1
         if self._seen <= _UNSTEADY:
@@ -128,7 +118,7 @@ class _Resting:
         if not sure or max(ratio, 1.0 / ratio) <= 1.0 + _CHANGED:
             return None
         # Never better than it was at work, or in the beginning: the first times may have been held up.
-        return 1.0 / max(self.factor * ratio, min(self.factor, 1.0))
+        return max(self.factor * ratio, min(self.factor, 1.0))
 
 
 class Estimates:
@@ -143,13 +133,13 @@ class Estimates:
     def __init__(self, model: ModelCost, cluster: Cluster, *, recheck: int | None) -> None:
         self._model, self._cluster, self._recheck = model, cluster, recheck
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
-        self._factors: dict[tuple[Any, ...], _Factor] = {}
+        self._factors: dict[Key, _Factor] = {}
         self._resting: dict[int, _Resting] = {}
         self._batch_s = 0.0  # of the last batch
         self._state: State | None = None  # until something is learned or forgotten
         self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
-        self._base = [_both(layer) for layer in model.layers]
-        self._leader = [_both(model.before), _both(model.head)]
+        self._base = [fixed_and_per_sample(layer) for layer in model.layers]
+        self._leader = [fixed_and_per_sample(model.before), fixed_and_per_sample(model.head)]
 
     # ---- measurements ----
 
@@ -160,7 +150,6 @@ class Estimates:
             for stage, rank in enumerate(pipe.ranks):
                 first, last = pipe.cuts[stage], pipe.cuts[stage + 1]
                 self._stage(seen, rank, range(first, last), len(micro), sum(micro), leader=stage == 0)
-        probed: dict[int, float] = {}
         for rank in {*self._resting, *seen.rest_s}:
             if any(rank in pipe.ranks for pipe in pipes):
                 self._resting.pop(rank, None)
@@ -168,13 +157,10 @@ class Estimates:
                 if rank not in self._resting:
                     self._resting[rank] = _Resting(self._value("rank", rank))
                 if (changed := self._resting[rank].add(rest_s)) is not None:
-                    probed[rank] = changed
-        for rank, speed in probed.items():
-            if speed > 0.0:
-                self._factor("rank", rank).add(1.0 / speed, seen.batch)
+                    self._factor("rank", rank).add(changed, seen.batch)
         most = max(map(len, sizes), default=1)
-        for link in seen.links:
-            self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch, most)
+        for sent in seen.links:
+            self._link(sent, seen.batch, most)
         if seen.batch_s > 0.0:
             self._batch_s = seen.batch_s
         for key, factor in self._factors.items():
@@ -207,20 +193,21 @@ class Estimates:
         if reference_s > 0.0:
             self._factor("rank", rank).add(work_s / reference_s, seen.batch)
 
-    def _link(
-        self, a: int, b: int, messages: int, size_bytes: float, seconds: float, batch: int, most: int
-    ) -> None:
-        if messages < 1 or not seconds > 0.0:
+    def _link(self, sent: LinkTime, batch: int, most: int) -> None:
+        if sent.messages < 1 or not sent.seconds > 0.0:
             return
-        link = self._links.get((a, b), self._cluster.links[a][b])
-        if messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s <= 0.0:
-            if not size_bytes > 0.0:
+        pair = sent.source, sent.target
+        if not self._link_of(pair).seconds(sent.size_bytes) > 0.0:  # nothing is known of it
+            if not sent.size_bytes > 0.0:
                 return
-            link = self._links[a, b] = Link(bandwidth_bytes_per_s=size_bytes / seconds)  # nothing was known of it
-        reference_s = messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
-        factor = self._factor("link", a, b)
-        factor.add(seconds / reference_s, batch)
-        factor.batch_s = reference_s / messages * max(messages, most)  # not every message need have been timed
+            self._links[pair] = Link(bandwidth_bytes_per_s=sent.size_bytes / sent.seconds)
+        link, factor = self._link_of(pair), self._factor("link", *pair)
+        reference_s = sent.messages * link.latency_s + sent.size_bytes / link.bandwidth_bytes_per_s
+        factor.add(sent.seconds / reference_s, batch)
+        factor.batch_s = reference_s / sent.messages * max(sent.messages, most)  # not all need have been timed
+
+    def _link_of(self, pair: tuple[int, int]) -> Link:
+        return self._links.get(pair, self._cluster.links[pair[0]][pair[1]])
 
     @staticmethod
     def _seconds(cost: tuple[float, float], count: int, samples: int) -> float:
@@ -262,25 +249,29 @@ class Estimates:
     def state(self) -> State:
         """The present factors."""
         if self._state is None:
-            self._state = State(
-                ranks=tuple([self._value("rank", rank) for rank in range(len(self._cluster.devices))]),
-                links=self._links_now(),
-                layers=tuple([self._value("layer", k) for k in range(len(self._base))]),
-            )
+            ranks = range(len(self._cluster.devices))
+            keys = [*(("rank", rank) for rank in ranks), *(("layer", k) for k in range(len(self._base)))]
+            state = {key: self._value(*key) for key in keys}
+            known = self._known_links()
+            state.update({key: factor.value for key, factor in known.items()})
+            for (side, rank), (least, since) in _blamed(known).items():
+                for other in ranks:
+                    key = ("link", other, rank) if side else ("link", rank, other)
+                    if other != rank and (key not in known or known[key].seen <= since):
+                        state[key] = max(state.get(key, 1.0), least)
+            self._state = state
         return self._state
 
-    def _links_now(self) -> dict[tuple[int, int], float]:
-        known = self._known_links()
-        found = {pair: factor.value for pair, factor in known.items()}
-        for (side, rank), (least, since) in _blamed(known).items():
-            for other in range(len(self._cluster.devices)):
-                pair = (other, rank) if side else (rank, other)
-                if other != rank and (pair not in known or known[pair].seen <= since):
-                    found[pair] = max(found.get(pair, 1.0), least)
-        return found
+    def _known_links(self) -> dict[Key, _Factor]:
+        return {key: factor for key, factor in self._factors.items() if key[0] == "link" and factor.known}
 
-    def _known_links(self) -> dict[tuple[int, int], _Factor]:
-        return {(key[1], key[2]): f for key, f in self._factors.items() if key[0] == "link" and f.known}
+    def _changed(self, since: State, sure: float) -> Iterator[tuple[float, Key, _Factor, float, float]]:
+        """Yields what differs from ``since`` by more than ``sure`` standard deviations: the ratio, and both factors."""
+        state = self.state
+        for key, factor in self._factors.items():
+            before, now = since.get(key, 1.0), state.get(key, 1.0)
+            if abs(now - before) > sure * factor.std:
+                yield max(now / before, before / now), key, factor, before, now
 
     def changes(self, since: State, band: float) -> list[tuple[float, str, tuple[int, ...]]]:
         """Returns what changed by more than ``band`` and by more than the noise: (ratio, in words, ranks), most first.
@@ -293,17 +284,12 @@ class Estimates:
             band: relative.
         """
         found: list[tuple[float, str, tuple[int, ...]]] = []
-        state, blamed = self.state, {rank for _, rank in _blamed(self._known_links())}
-        for key, factor in self._factors.items():
-            before, now = _of(since, key), _of(state, key)
-            size = max(now / before, before / now)
-            matters = abs(now - before) * factor.batch_s > band * self._batch_s
-            if matters and size - 1.0 > band and abs(now - before) > _SURE * factor.std:
+        blamed = {rank for _, rank in _blamed(self._known_links())}
+        for size, key, factor, before, now in self._changed(since, _SURE):
+            if size - 1.0 > band and abs(now - before) * factor.batch_s > band * self._batch_s:
                 ranks = key[1:] if key[0] != "layer" else ()
                 ranks = tuple(rank for rank in ranks if key[0] == "link" and rank in blamed) or ranks
-                slower = (
-                    f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
-                )
+                slower = f"{size:.2f} times its time" if now > before else f"1/{size:.2f} of its time"
                 found.append((size, f"{_named(key)} takes {slower}", ranks))
         return sorted(found, key=lambda change: (-change[0], change[1]))
 
@@ -313,33 +299,21 @@ class Estimates:
 
     def furthest(self, since: State, sure: float) -> float:
         """Returns the largest relative change since ``since`` of those that exceed ``sure`` standard deviations."""
-        state, furthest = self.state, 0.0
-        for key, factor in self._factors.items():
-            before, now = _of(since, key), _of(state, key)
-            change = max(now / before, before / now) - 1.0
-            if change > furthest and abs(now - before) > sure * factor.std:
-                furthest = change
-        return furthest
+        return max((ratio for ratio, *_ in self._changed(since, sure)), default=1.0) - 1.0
 
     def costs(self, state: State) -> tuple[ModelCost, Cluster]:
         """Returns the profile and the cluster with the factors applied."""
         model, cluster = self._model, self._cluster
-        if any(factor != 1.0 for factor in state.layers):
-            layers = [layer.times(factor) for layer, factor in zip(model.layers, state.layers, strict=True)]
-            model = replace(model, layers=tuple(layers))
-        devices = [
-            device if factor == 1.0 else replace(device, speed=device.speed / factor)
-            for device, factor in zip(cluster.devices, state.ranks, strict=True)
-        ]
-        links = list(cluster.links)
-        for (a, b), factor in state.links.items():
-            link = self._links.get((a, b), cluster.links[a][b])
-            row = list(links[a])
-            row[b] = Link(
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor, latency_s=link.latency_s * factor
-            )
-            links[a] = tuple(row)
-        return model, Cluster(devices=tuple(devices), links=tuple(links))
+        layers = [layer.times(state["layer", k]) for k, layer in enumerate(model.layers)]
+        devices = [replace(d, speed=d.speed / state["rank", rank]) for rank, d in enumerate(cluster.devices)]
+        links = [list(row) for row in cluster.links]
+        for key, factor in state.items():
+            if key[0] == "link":
+                link = self._link_of(key[1:])
+                links[key[1]][key[2]] = Link(
+                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor, latency_s=link.latency_s * factor
+                )
+        return replace(model, layers=tuple(layers)), Cluster(devices=tuple(devices), links=tuple(map(tuple, links)))
 
     # ---- checkpoint ----
 
@@ -364,13 +338,13 @@ class Estimates:
         self._resting = {rank: _Resting(factor) for rank, factor in plain.get("resting", ())}
 
 
-def _blamed(links: Mapping[tuple[int, int], _Factor]) -> dict[tuple[int, int], tuple[float, int]]:
+def _blamed(links: Mapping[Key, _Factor]) -> dict[tuple[int, int], tuple[float, int]]:
     """Returns what all that was measured lately of a rank's links is slower than, and since when that counts.
 
     By (0, rank) of what leaves it, and (1, rank) of what gets to it.
     """
     ends: dict[tuple[int, int], list[_Factor]] = {}
-    for pair, factor in links.items():
+    for (_, *pair), factor in links.items():
         for side, rank in enumerate(pair):
             ends.setdefault((side, rank), []).append(factor)
     found: dict[tuple[int, int], tuple[float, int]] = {}
@@ -382,17 +356,5 @@ def _blamed(links: Mapping[tuple[int, int], _Factor]) -> dict[tuple[int, int], t
     return found
 
 
-def _named(key: tuple[Any, ...]) -> str:
+def _named(key: Key) -> str:
     return f"link {key[1]} -> {key[2]}" if key[0] == "link" else f"{key[0]} {key[1]}"
-
-
-def _of(state: State, key: tuple[Any, ...]) -> float:
-    if key[0] == "link":
-        return state.links.get((key[1], key[2]), 1.0)
-    values = state.ranks if key[0] == "rank" else state.layers
-    return values[int(key[1])]
-
-
-def _both(cost: LayerCost) -> tuple[float, float]:
-    forward, backward = cost.forward, cost.backward
-    return forward.fixed_s + backward.fixed_s, forward.per_sample_s + backward.per_sample_s

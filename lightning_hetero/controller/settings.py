@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 Resource = Literal["money", "energy", "traffic"]
@@ -91,20 +91,6 @@ class ControllerSettings:
                 " all, or one per rank"
             )
         return list(value)
-
-    def check_ranks(self, ranks: int) -> None:
-        """Checks lists by rank.
-
-        Raises:
-            ValueError: one of another length.
-        """
-        for name in ("prices", "power_w", "idle_power_w"):
-            self.each(name, ranks)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns the arguments as JSON values."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: list(cast("tuple[float, ...]", v)) if isinstance(v, tuple) else v for name, v in plain.items()}
 
 
 def _real(name: str, value: Any, *, above: bool = False, most: float = math.inf) -> float:

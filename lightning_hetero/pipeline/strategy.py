@@ -139,7 +139,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self.stream: Literal["shared"] | None = stream
         self._planned: PlanResult | None = None  # made when a run began, or in force when it ended
         self._planned_for: tuple[object, int | None] = None, None  # model and global batch
-        self._accumulates = False
         self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
@@ -258,17 +257,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             super().model_to_device()
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        settings = self.plan_settings
-        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
-        return {name: value for name, value in given.items() if value}
+        names = ("micro_batch_size", "checkpoint_layers")
+        return {name: value for name in names if (value := getattr(self.plan_settings, name))}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        callbacks = compat.trainer_callbacks(self._run.trainer)
-        asking = (c for c in callbacks if isinstance(c, ThrottleCallback) and c.scenario is scenario)
-        every_s = next((callback.step_every_s for callback in asking), None)
+        throttles = (c for c in compat.trainer_callbacks(self._run.trainer) if isinstance(c, ThrottleCallback))
+        every_s = next((throttle.step_every_s for throttle in throttles if throttle.scenario is scenario), None)
         self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
@@ -288,13 +285,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().training_step(*args, **kwargs)
         batch, *rest = args
         with self.precision_plugin.train_step_context():
-            return self._batches.train(batch, rest, kwargs, accumulates=self._accumulates)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning wraps a batch that only accumulates in this: its gradients stay where they are."""
-        with super().block_backward_sync() if self._run is None else patched(self, "_accumulates", True):
-            yield
+            return self._batches.train(batch, rest, kwargs)
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""

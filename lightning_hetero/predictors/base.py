@@ -61,12 +61,11 @@ class Predictor(ABC):
         """Learns from one step: ``samples`` samples took ``compute_s`` seconds of own work.
 
         Args:
-            samples: samples computed on, or what their work is worth in samples; 0 is a step without data and tells
-                only the fixed cost.
+            samples: samples computed on, or what their work is worth in samples, above 0.
             compute_s: own compute time [s], never any waiting for peers.
 
         Raises:
-            ValueError: ``samples`` is negative or ``compute_s`` is not a finite number above 0.
+            ValueError: ``samples`` or ``compute_s`` is not a finite number above 0.
         """
 
     def told(self, *, free_cpu: float, free_mem: float) -> None:
@@ -146,8 +145,8 @@ class Predictor(ABC):
     def checked(samples: float, compute_s: float) -> tuple[float, float]:
         """Returns the arguments of `update` as plain floats, or raises ValueError if they make no sense."""
         plain_samples, plain_s = float(samples), float(compute_s)  # NumPy scalars are slow and not plain
-        if not 0.0 <= plain_samples < math.inf:
-            raise ValueError(f"samples={samples!r} must be a finite number >= 0")
+        if not 0.0 < plain_samples < math.inf:
+            raise ValueError(f"samples={samples!r} must be a finite number > 0; drop steps without samples")
         if not 0.0 < plain_s < math.inf:
             raise ValueError(
                 f"compute_s={compute_s!r} must be a finite number of seconds > 0; drop steps without a time"

@@ -73,8 +73,8 @@ class Curve(Kalman):
         if not 1 <= len(known) <= _MOST:
             raise ValueError(f"points={known} must be 1 to {_MOST} pairs of (samples, seconds)")
         for b, t in known:
-            if not (0.0 <= b < math.inf and 0.0 < t < math.inf):
-                raise ValueError(f"points: ({b!r}, {t!r}) must be a number of samples >= 0 and a time > 0 (seconds)")
+            if not (0.0 < b < math.inf and 0.0 < t < math.inf):
+                raise ValueError(f"points: ({b!r}, {t!r}) must be a number of samples > 0 and a time > 0 (seconds)")
         for (a, _), (b, _) in pairwise(known):
             if _alike(a, b):
                 raise ValueError(f"points: {a:g} and {b:g} samples count as one size: give sizes at least 12 % apart")
@@ -100,12 +100,9 @@ class Curve(Kalman):
         for size, ratio in self.profile:
             self._add(size, ratio, _PROFILE * _PROFILE)
         self.agreed_at = [1.0] * len(self.sizes)
-        # A step without samples computes a dummy.
-        super().update(1, measured_s / self._ratio(max(b, 1.0)) if self.profile else measured_s)
+        super().update(1, measured_s / self._ratio(b) if self.profile else measured_s)
         at = self._index(b)
-        if at is None:
-            at = self._add(b, measured_s / self._speed_s, self.noise_sq)
-        self.last = at
+        self.last = self._add(b, measured_s / self._speed_s, self.noise_sq) if at is None else at
 
     def _take(self, b: float, measured_s: float) -> None:
         walk = _FORGETS * _FORGETS
@@ -229,8 +226,6 @@ def _fit(points: list[tuple[float, float, float]], share: float, share_std: floa
         Floor, 0 if there is none; fixed; per sample.
     """
     largest, level, _ = points[-1]
-    if largest == 0.0:  # nothing is known about a sample: as dear as the whole empty step
-        return 0.0, level, level
     best_loss, best = math.inf, (0.0, 0.0, 0.0)
     prior = 1.0 / (share_std * share_std)
     for on_floor in range(len(points)):

@@ -18,11 +18,6 @@ class Ewma(Predictor):
     The baseline of LB-BSP ("CPU": T = x / v) and its successors. It knows no fixed cost, so where one
     exists the split approaches the best one only by the fixed cost's share of the step per decision.
 
-    A step with 0 samples says nothing about ``T / b``. Between two such steps in a row the rate follows
-    the ratio of their times, so that a rank which got nothing because it was slow is noticed when it
-    recovers (ours). Until a first sample has been seen, one sample is assumed to cost as much as the
-    whole empty step (ours): few samples at first, which then tell the truth.
-
     Args:
         weight: weight of the newest measurement, in (0, 1]; 1 keeps the last value only.
 
@@ -33,11 +28,10 @@ class Ewma(Predictor):
     MEMORY: ClassVar[Memory] = {
         "updates": 0,
         "rate_s": 0.0,
-        "empty_s": 0.0,
+        "empty_s": 0.0,  # of the last release, whose checkpoints hold it
         "error_sq": _FIRST_ERROR**2,
     }
     rate_s: float
-    empty_s: float
     error_sq: float
 
     def __init__(self, *, weight: float = 0.5) -> None:
@@ -49,27 +43,17 @@ class Ewma(Predictor):
     def update(self, samples: float, compute_s: float) -> None:
         b, measured_s = self.checked(samples, compute_s)
         self.updates += 1
-        if b == 0.0:
-            self._update_empty(measured_s)
-            return
         rate_s = measured_s / b
         if self.rate_s > 0.0:
             # Clipped, so that a single glitch does not make every later prediction look worthless.
             error = min(rate_s / self.rate_s, 2.0) - 1.0
             self.error_sq += _MEMORY_OF_ERROR * (error * error - self.error_sq)
             rate_s = (1.0 - self.weight) * self.rate_s + self.weight * rate_s
-        self.rate_s, self.empty_s = rate_s, 0.0
-
-    def _update_empty(self, compute_s: float) -> None:
-        if self.rate_s > 0.0 and self.empty_s > 0.0:
-            self.rate_s = min(self.rate_s * (compute_s / self.empty_s), 1e300)
-        self.empty_s = compute_s
+        self.rate_s = rate_s
 
     def cost(self) -> AffineCost:
         self.check_ready()
-        if self.rate_s > 0.0:
-            return AffineCost(fixed_s=0.0, per_sample_s=self.rate_s)
-        return AffineCost(fixed_s=self.empty_s, per_sample_s=self.empty_s)
+        return AffineCost(fixed_s=0.0, per_sample_s=self.rate_s)
 
     def std_s(self, samples: float) -> float:
         # One-step errors of an EWMA under white noise have variance 2 / (2 - w) times the noise's, the
@@ -80,8 +64,8 @@ class Ewma(Predictor):
 class LastValue(Ewma):
     """Seconds per sample of the last measurement: ``T(b) = b * T_last / b_last``.
 
-    Fastest to follow a change and the noisiest: the limit ``weight=1`` of `Ewma`, with the same
-    treatment of steps without samples. A single slow step moves samples away for one decision.
+    Fastest to follow a change and the noisiest: the limit ``weight=1`` of `Ewma`. A single slow step moves samples
+    away for one decision.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,6 @@ GATE = 4.0  # standard deviations from which a measurement counts as an outlier
 _CUSUM_SLACK = 0.5  # Page's two-sided test with slack 0.5 and limit 5 raises a false alarm every ~465 steps
 _CUSUM_LIMIT = 5.0  # and finds a shift of 2 standard deviations after ~4 (the usual tables of run lengths)
 _NOISE_WEIGHT = 0.03  # weight of the newest squared residual in the noise: about the last 60 steps
-_UNKNOWN_RATE_SQ = 100.0  # variance of the rate, in squared empty-step times, before any sample was seen
 
 
 class Kalman(Predictor):
@@ -40,8 +39,6 @@ class Kalman(Predictor):
       two measurements have agreed yet, a disagreement is believed at once (a slow first step).
     - Changes too small for the gate under heavy noise raise Page's cumulative sum (1954), which widens
       the variance of the speed.
-    - A step without samples corrects alpha; if it is an outlier, the whole rank changed its speed, unless
-      alpha was unknown. Should the very first step be one, a sample is assumed to cost as much, +- 10x.
     - A coefficient below 0 is set to 0 and the other one such that the time at the present ``b`` stays.
 
     The numbers above come from closed-loop simulations (4 ranks, fixed cost 0-50 %, noise 0-30 %, lag 0-8)
@@ -84,10 +81,8 @@ class Kalman(Predictor):
         self.updates += 1
         if self.updates == 1:
             self._start(b, measured_s)
-        elif b == 0.0:
-            self._update_empty(measured_s)
         else:
-            self._update_loaded(b, measured_s)
+            self._follow(b, measured_s)
 
     def _remember(self, memory: Memory) -> None:
         super()._remember(memory)
@@ -96,11 +91,6 @@ class Kalman(Predictor):
     def _start(self, b: float, measured_s: float) -> None:
         self.unit_s = measured_s
         self.noise_sq = _NOISE * _NOISE
-        if b == 0.0:
-            # Nothing is known about a sample: as dear as the whole empty step, give or take a lot.
-            self.alpha = self.beta = 1.0
-            self.var_aa, self.var_ab, self.var_bb = self.noise_sq, 0.0, _UNKNOWN_RATE_SQ
-            return
         self.alpha, self.beta = FIXED_SHARE, (1.0 - FIXED_SHARE) / b
         self._add_variance(b, self.noise_sq, FIXED_SHARE_STD * FIXED_SHARE_STD)
 
@@ -123,7 +113,7 @@ class Kalman(Predictor):
         self.var_ab *= inverse
         self.var_bb *= inverse
 
-    def _update_loaded(self, b: float, measured_s: float) -> None:
+    def _follow(self, b: float, measured_s: float) -> None:
         self._rescale(b)
         capped = self.var_aa >= FIXED_SHARE_STD * FIXED_SHARE_STD
         split_sq = 0.0 if capped else _SPLIT_DRIFT * _SPLIT_DRIFT
@@ -192,38 +182,6 @@ class Kalman(Predictor):
         self.cusum_slow = self.cusum_fast = 0.0
         self.outlier_side = 0
         return True
-
-    def _update_empty(self, measured_s: float) -> None:
-        """A step without samples measures alpha; the unit stays, as the predicted time may be 0."""
-        measured = measured_s / self.unit_s
-        alpha, beta = self.alpha, self.beta
-        drift_sq = _DRIFT * _DRIFT
-        self.var_aa += drift_sq * alpha * alpha
-        self.var_ab += drift_sq * alpha * beta
-        self.var_bb += drift_sq * beta * beta
-        level = max(alpha, measured)  # of which the noise is a share
-        total_sq = self.var_aa + self.noise_sq * level * level
-        error = measured - alpha
-        z = error / math.sqrt(total_sq)
-        if abs(z) > GATE:
-            if self._believed(z):
-                self._jump_empty(measured)
-            return
-        gain_a, gain_b = self.var_aa / total_sq, self.var_ab / total_sq
-        self.agreed += 1
-        self.outlier_side = 0
-        self.alpha = max(alpha + gain_a * error, 0.0)
-        self.beta = max(beta + gain_b * error, 0.0)
-        self.var_bb = max(self.var_bb - gain_b * self.var_ab, 0.0)
-        self.var_ab -= gain_a * self.var_ab
-        self.var_aa = max(self.var_aa - gain_a * self.var_aa, 0.0)
-
-    def _jump_empty(self, measured: float) -> None:
-        if self.alpha * self.alpha > self.var_aa:
-            self.unit_s *= measured / self.alpha  # alpha was known: the whole rank changed its speed
-        else:
-            self.alpha = measured
-            self.var_aa += self.noise_sq * measured * measured
 
     def cost(self) -> LearnedCost:
         if self._cost is None:

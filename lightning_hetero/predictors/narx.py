@@ -121,17 +121,15 @@ class Narx(Kalman):
 
     def update(self, samples: float, compute_s: float) -> None:
         b, measured_s = self.checked(samples, compute_s)
-        if self.inputs and b > 0.0:
+        if self.inputs:
             self._learn(b, measured_s)
-        at = max(b, 1.0)
-        before_s = super().cost().seconds(at) if self.ready else 0.0
+        before_s = super().cost().seconds(b) if self.ready else 0.0
         super().update(samples, compute_s)
-        after_s = super().cost().seconds(at)
+        after_s = super().cost().seconds(b)
         if before_s > 0.0:  # the filter has moved, the level stays where it was
             self.level = _ratio(self.level * _ratio(before_s, after_s), 1.0)
         self.factor, self.inputs = 1.0, []
-        if b > 0.0:  # a step without samples tells of the fixed cost only
-            self._foresee(_ratio(measured_s, after_s))
+        self._foresee(_ratio(measured_s, after_s))
 
     def _learn(self, b: float, measured_s: float) -> None:
         """Compares the forecasts with what came, and corrects the weights."""

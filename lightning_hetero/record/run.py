@@ -106,7 +106,7 @@ class RecordedRun:
         batches: number of steps, those without such a measurement included.
         changes: in order.
         queues: by step number: batches' budget overspent, by constraint.
-        counts: of the stale engine's server, in order, each with its step number.
+        counts: what the stale engine's server had counted when it was last asked.
         plan: what a pipeline run began with: plan, cluster, profile; empty elsewhere.
         about: what else the trace's first line said, e.g. policy and bound.
         faults: what happened, in words.
@@ -120,7 +120,7 @@ class RecordedRun:
     batches: int = 0
     changes: tuple[RunChange, ...] = ()
     queues: tuple[tuple[int, Mapping[str, float]], ...] = ()
-    counts: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    counts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     faults: tuple[str, ...] = ()
@@ -230,6 +230,10 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
             turns.setdefault(tag, {})[rank] = turn
     steps = [RunStep(epoch=e, index=i, turns=found) for (e, i), found in sorted(turns.items())]
     number = {(step.epoch, step.index): n for n, step in enumerate(steps)}
+
+    def last(kind: str) -> Mapping[str, Any]:
+        return next((event.data for event in reversed(_of_kind(by_rank, kind))), named(None))
+
     clocks = {rank: float(found[0].get("unix_s") or math.nan) for rank, found in opened.items()}
     return RecordedRun(
         name=name,
@@ -240,8 +244,8 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
         changes=tuple(_changes(by_rank, number)),
         queues=tuple(_queues(by_rank, number)),
-        counts=tuple((_number(e, number), e.data) for e in _of_kind(by_rank, "server")),
-        plan=next((e.data for e in reversed(_of_kind(by_rank, "plan"))), named(None)),
+        counts=last("server"),
+        plan=last("plan"),
         about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
     )

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.plan.estimate import EngineName
-from lightning_hetero.plan.parallel import balanced, ddp
-from lightning_hetero.plan.planner import ENGINES
+from lightning_hetero.plan.planner import ENGINES, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import like_another, without
@@ -25,7 +24,6 @@ from lightning_hetero.solvers.placement import evaluate_plan
 
 _FEW_STEPS = 48  # for mended ranks and dropped cards, which ask many times
 _MOST_RANKS = 12  # of these
-_ASKED: tuple[EngineName, ...] = ("ddp", "balanced", "stale")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +44,7 @@ class Alternatives:
         samples: a full global batch.
         measured_s: as it was, the mean of the last steps.
         engines: by engine; NaN: it cannot train so.
+        chosen: the engine that the planner takes of these.
         few_s: as the run's engine would, over the fewer steps that mended ranks are asked about.
         mended: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
         dropped: without the slowest 0, 1, 2, ... ranks.
@@ -56,6 +55,7 @@ class Alternatives:
     samples: int
     measured_s: float
     engines: dict[str, float]
+    chosen: str
     few_s: float
     mended: dict[int, float]
     dropped: tuple[Dropped, ...]
@@ -63,14 +63,9 @@ class Alternatives:
 
     @property
     def best(self) -> tuple[str, float]:
-        """The engine that takes least, and what it takes [s]; the one in use where none takes 2 % less, and an exact
-        one where stale gradients would not save 5 %."""
-        known = {name: seconds for name, seconds in self.engines.items() if not math.isnan(seconds)}
-        best = min(known, key=lambda name: known[name])
-        if best == "stale" and known.get("balanced", math.inf) < 1.05 * known["stale"]:
-            best = "balanced"
-        mine = known.get(self.engine, self.measured_s)
-        return (best, known[best]) if known[best] < 0.98 * mine else (self.engine, mine)
+        """The engine to take, and what it takes [s]; the one in use where that does not take 2 % less."""
+        mine_s, chosen_s = self.engines.get(self.engine, self.measured_s), self.engines.get(self.chosen, math.nan)
+        return (self.chosen, chosen_s) if chosen_s < 0.98 * mine_s else (self.engine, mine_s)
 
 
 def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alternatives | None:
@@ -85,6 +80,7 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
         return None
     if setup.series < 2:
         return None
+    answer = plan(setup, ("ddp", "balanced", "stale"))
     engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
     beside: EngineName = engine if engine != "ddp" else "balanced"
     each = setup.global_batch / run.ranks
@@ -102,7 +98,8 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
         engine=run.engine,
         samples=setup.global_batch,
         measured_s=fmean(taken[-setup.series :]),
-        engines={name: _step_s(name, setup) for name in _ASKED},
+        engines={one.engine: one.step_s if one.ok else math.nan for one in answer.estimates},
+        chosen="ddp" if answer.chosen is None else answer.chosen.engine,
         few_s=dropped[0].ddp_s if engine == "ddp" else dropped[0].engine_s,
         mended={
             rank: _step_s(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
@@ -124,32 +121,30 @@ def _median_of_others(slowest_first: Sequence[int], rank: int) -> int:
 
 
 def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
-    plan, cluster, model = found.plan, found.cluster, found.model
+    groups, cluster, model = found.plan.groups, found.cluster, found.model
     if model is None or not run.steps:
         return None
-    modelled_s = evaluate_plan(model, cluster, plan.groups).total_s
+    modelled_s = evaluate_plan(model, cluster, groups).total_s
     off = found.measured_s / modelled_s if 0.0 < modelled_s < math.inf else math.nan
-    samples = sum(group.samples for group in plan.groups)
-    setup = Setup(cluster=replace(cluster, devices=tuple(replace(d, mem_bytes=math.inf) for d in cluster.devices)),
-                  model=model, global_batch=samples)  # fmt: skip
-    speeds = [device.speed for device in cluster.devices]
+    samples, speeds = sum(group.samples for group in groups), [device.speed for device in cluster.devices]
+    roomy = override_cluster(cluster, mem_bytes=[None] * len(speeds))
+    others: dict[str, float] = {}
+    if samples >= len(speeds):
+        answer = plan(Setup(cluster=roomy, model=model, global_batch=samples), ("ddp", "balanced"))
+        others = {one.engine: one.step_s * off for one in answer.estimates}
 
     def mended(rank: int) -> float:
         faster = override_cluster(cluster, speeds=[max(speeds) if r == rank else v for r, v in enumerate(speeds)])
-        return evaluate_plan(model, faster, plan.groups).total_s * off
+        return evaluate_plan(model, faster, groups).total_s * off
 
-    enough = samples >= setup.ranks
     return Alternatives(
         engine="pipeline",
         samples=samples,
         measured_s=found.measured_s,
-        engines={
-            "ddp": ddp(setup).step_s * off if enough else math.nan,
-            "balanced": balanced(setup).step_s * off if enough else math.nan,
-            "pipeline": found.measured_s,
-        },
+        engines={**others, "pipeline": found.measured_s},
+        chosen=min(others, key=lambda name: others[name], default="pipeline"),
         few_s=found.measured_s,
-        mended={rank: mended(rank) for group in plan.groups for rank in group.ranks},
+        mended={rank: mended(rank) for group in groups for rank in group.ranks},
         dropped=(),
         beside="pipeline",
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -45,8 +44,6 @@ class ShareDecision:
         reason: in words.
         predicted_s: time of a batch that is expected of them [s].
         gain_s: time per batch that is won, or would have been [s].
-        data: what else a trace says of it, plain.
-        outcome: what became of an earlier change, for a trace, plain; empty: nothing new.
     """
 
     shares: tuple[int, ...]
@@ -54,8 +51,6 @@ class ShareDecision:
     reason: str
     predicted_s: float = math.nan
     gain_s: float = 0.0
-    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    outcome: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def predicted_gain(self) -> float:

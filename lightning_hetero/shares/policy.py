@@ -11,7 +11,7 @@ Every rank holds the same policy and feeds it the same records, so every rank de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_hetero.shares.caps import ShareLimits
 from lightning_hetero.shares.decision import ShareDecision, Thresholds
 from lightning_hetero.shares.guard import RegretGuard
 from lightning_hetero.shares.items import WorkPerSample
-from lightning_hetero.solvers import minimax, minimax_none_or_least
+from lightning_hetero.solvers import minimax_none_or_least
 from lightning_hetero.types import Allocation, LearnedCost, SpeedSample
 
 __all__ = ["BalancePolicy", "ShareDecision"]
@@ -45,7 +45,6 @@ class BalancePolicy:
             difference of a load from the one told before, if the predictor wants loads.
         warmup: first records to ignore (lazy initialisation, compilation, bucket rebuild).
         guard: keep the run from being slower than with equal shares, see `guard`; ``False`` for comparisons only.
-        solver: the min-max split; same signature as `lightning_hetero.solvers.minimax`.
 
     Attributes:
         cut_by_cost: whether parts are cut by their samples' costs; set before `start`.
@@ -68,7 +67,6 @@ class BalancePolicy:
         warmup: int = 1,
         surprise: float = 0.1,
         guard: bool = True,
-        solver: Callable[..., Allocation] = minimax,
     ) -> None:
         self.thresholds = Thresholds(
             dead_band=dead_band,
@@ -83,7 +81,6 @@ class BalancePolicy:
         if not callable(getattr(self.prototype, "fresh", None)):
             raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         self._guard = RegretGuard()
-        self._solve = solver
         self._predictors: list[Predictor] = []
         self._meters: list[Kalman] = []  # tell the guard a step's fixed part where predictors know none
         self._restored: tuple[list[Predictor], int, Mapping[str, float]] | None = None  # for the next start
@@ -119,7 +116,6 @@ class BalancePolicy:
         return {
             "policy": type(self).__name__,
             "predictor": f"{type(self.prototype).__name__}({_arguments(predictor)})",
-            "solver": getattr(self._solve, "__qualname__", type(self._solve).__name__),
             "thresholds": _arguments(asdict(self.thresholds)),
         }
 
@@ -283,12 +279,12 @@ class BalancePolicy:
         if wants_load := self.wants_load:
             self._loads = [(record.free_cpu, record.free_mem) for record in records]
         for predictor, record, samples in zip(self._predictors, records, work, strict=True):
-            if record.compute_s > 0:
+            if record.compute_s > 0 and samples > 0:
                 if wants_load:
                     predictor.told(free_cpu=record.free_cpu, free_mem=record.free_mem)
                 predictor.update(samples, record.compute_s)
         for meter, record, samples in zip(self._meters, records, work, strict=False):
-            if record.compute_s > 0:
+            if record.compute_s > 0 and samples > 0:
                 meter.update(samples, record.compute_s)
         ready = all(p.ready for p in (*self._predictors, *self._meters))
         return None if ready else "not every rank was measured yet"
@@ -356,7 +352,6 @@ class BalancePolicy:
             lower=[min(a, b) for a, b in zip(self.limits.lower, upper, strict=True)],
             upper=upper,
             quantum=self.limits.quantum,
-            solver=self._solve,
         )
 
     def state_dict(self) -> dict[str, Any]:

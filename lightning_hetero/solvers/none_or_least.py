@@ -12,7 +12,7 @@ gets easier with D, so the least such D is found by bisection; within its k rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -31,7 +31,6 @@ def minimax_none_or_least(
     lower: int | Sequence[int] = 0,
     upper: int | Sequence[int] | None = None,
     quantum: int = 1,
-    solver: Callable[..., Allocation] = minimax,
 ) -> Allocation:
     """Splits ``total`` samples as `minimax` does, but a rank gets none of them or at least ``least``.
 
@@ -40,7 +39,6 @@ def minimax_none_or_least(
     Args:
         costs, total, lower, upper, quantum: as in `minimax`.
         least: least samples of a rank that gets any; up to ``quantum`` it changes nothing.
-        solver: what splits without this rule; the signature of `minimax`.
 
     Returns:
         Shares, or the status INFEASIBLE and the reason. ``lower_bound_s`` is `minimax`'s without the rule.
@@ -57,7 +55,7 @@ def minimax_none_or_least(
     >>> minimax_none_or_least(same, 1, least=2).reason
     'total=1 cannot be split so that every rank gets none or 2 and more: raise total or upper bounds'
     """
-    plain = solver(costs, total, lower=lower, upper=upper, quantum=quantum)
+    plain = minimax(costs, total, lower=lower, upper=upper, quantum=quantum)
     m = -(-as_count("least", least) // quantum) * quantum
     if not plain.ok or obeys_least(plain.shares, m):
         return plain
@@ -71,7 +69,7 @@ def minimax_none_or_least(
         )
     low = [max(a, m) if i in used else 0 for i, a in enumerate(low)]
     high = [b if i in used else 0 for i, b in enumerate(high)]
-    best = solver(costs, total, lower=low, upper=high, quantum=quantum)
+    best = minimax(costs, total, lower=low, upper=high, quantum=quantum)
     return replace(best, lower_bound_s=min(plain.lower_bound_s, best.makespan_s))
 
 

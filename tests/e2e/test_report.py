@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.report.page.build import page_of
-from tests.pure.report.runs_kit import RUNS, SHOWN
+from tests.pure.report.kit import RUNS, SHOWN
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

@@ -242,7 +242,7 @@ class ShareController:
             return
         predicted = tuple(self.policy.predict_s(self.policy.work_in_samples(records)))
         decision = self.policy.take(records, batches=int(rows.batches[0]))
-        if decision.changed or decision.outcome or decision.data:
+        if decision.changed:
             self.news.append(decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
         self.reports.append(self.report)

@@ -98,11 +98,9 @@ class StepTimes:
         return told
 
     def _note_decision(self, part: Part, decision: ShareDecision) -> None:
-        if decision.outcome:
-            self._events.note("outcome", part.epoch, part.step, decision.outcome)
         if decision.changed:
             told = {name: getattr(decision, name) for name in ("predicted_s", "reason", "predicted_gain")}
-            data = {"shares": list(decision.shares), **told, **decision.data}
+            data = {"shares": list(decision.shares), **told}
             self._events.note("decision", part.epoch, part.step, data)
 
     def note(self, learned: tuple[Part, Mapping[str, Any]] | None) -> None:

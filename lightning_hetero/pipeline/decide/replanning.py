@@ -85,8 +85,9 @@ class BatchReport:
         The batch ends for all together. When the last one has sent its message the exchange alone is left: what it took
         in the batch before, where it took the last rank the least time.
         """
-        batch_s = max(row[1] + row[2] for row in self._ranks) + min(row[3] for row in self._ranks)
-        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, *_ in self._ranks]
+        rows = self._ranks
+        batch_s = max(row[1] + row[2] for row in rows) + min(row[3] for row in rows)
+        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, *_ in rows]
 
     @property
     def rest_s(self) -> dict[int, float]:

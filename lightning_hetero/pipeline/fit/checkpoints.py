@@ -1,10 +1,4 @@
-"""Checkpoints of a model that no rank has whole, and what comes after a failure (layer L).
-
-After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
-`OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception, before
-the strategy learns of it. The first one reports it here; the others get an exception by that and come to save, too.
-What was under way between them stays as it is: they meet in a new process group.
-"""
+"""Checkpoints of a model that no rank has whole (layer L)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore, to_device
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
-from lightning_hetero.types import GroupPlan, PipelinePlan
+from lightning_hetero.types import GroupPlan, ModelCost, PipelinePlan
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
@@ -126,6 +126,11 @@ class RankInPlan:
         return None if self.group is None else self.planned.plan.groups.index(self.group)
 
     @property
+    def costs(self) -> ModelCost:
+        """What layers cost; all alike where nothing was measured."""
+        return self.planned.model or unit_costs(self.run.backbone.names)
+
+    @property
     def leads(self) -> bool:
         """Whether this rank runs the training step of its group."""
         return self.group is not None and self.group.ranks[0] == self.run.channel.rank
@@ -178,12 +183,11 @@ class RankInPlan:
         plan, rank, before = planned.plan, self.run.channel.rank, self.group
         called_before, self.planned = self.planned.calls, planned
         self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
-        model = planned.model or unit_costs(self.run.backbone.names)
         others = self.run.backbone.layers[group.cuts[1] :] if group is not None and group.ranks[0] == rank else []
         self.elsewhere = {id(part) for layer in others for part in layer.modules()}
         self.emulation.cluster = planned.cluster
         if isinstance(self.busy, EmulatedPace):
-            self.busy.parts = {} if group is None else parts_of(model, group, rank, planned.calls)
+            self.busy.parts = {} if group is None else parts_of(self.costs, group, rank, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
@@ -206,11 +210,11 @@ class RankInPlan:
             self._undo.callback(setattr, module, "example_input_array", example)
 
     def _times_of(self, group: GroupPlan) -> TimesOf:
-        model, cluster = self.planned.model or unit_costs(self.run.backbone.names), self.planned.cluster
+        costs, cluster = self.costs, self.planned.cluster
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
             part = replace(group, samples=sum(samples), micro_batches=samples)
-            return called(times_of(model, cluster, part), calls)
+            return called(times_of(costs, cluster, part), calls)
 
         return times
 

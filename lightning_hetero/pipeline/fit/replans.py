@@ -28,7 +28,7 @@ from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
-from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece, unit_costs
+from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.decide.replanning import (
     BatchReport,
     Changeover,
@@ -59,12 +59,7 @@ class RankZero:
     """
 
     def __init__(
-        self,
-        place: RankInPlan,
-        *,
-        controller: LyapunovController | None,
-        state: Mapping[str, Any],
-        whole: bool,
+        self, place: RankInPlan, *, controller: LyapunovController | None, state: Mapping[str, Any], whole: bool
     ) -> None:
         self._place, self.controller, self._whole = place, controller, whole
         self.begin_again(state)
@@ -91,7 +86,7 @@ class RankZero:
         place, planned, settings = self._place, self._place.planned, self._place.run.settings.planning
         try:
             started = controller.start(
-                planned.model or unit_costs(place.run.backbone.names),
+                place.costs,
                 planned.cluster,
                 planned.plan,
                 spans=tied_spans(place.run.module, place.run.backbone),

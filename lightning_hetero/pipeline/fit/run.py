@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -54,7 +54,6 @@ class PipelineRun(RunOnRank):
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
         self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
-        self._met: tuple[WholeState | None] | None = None  # what the ranks save with that met after an exception
         self._requeue: RequeueTogether | None = None
         self.undo.callback(guard_groups())
         if self.fitting:
@@ -145,11 +144,12 @@ class PipelineRun(RunOnRank):
         assert self.place is not None
         if self.trainer.state.status != TrainerStatus.INTERRUPTED:
             return self.place.held.whole
-        if self._met is None:
-            self._met = (self._meet(self.place),)
-        return self._met[0]
+        return self._met
 
-    def _meet(self, place: RankInPlan) -> WholeState | None:
+    @cached_property
+    def _met(self) -> WholeState | None:
+        """What the ranks that meet after an exception save with; they meet once."""
+        assert self.place is not None
         self.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
         here = f"epoch {self.trainer.current_epoch}, {self.trainer.global_step} optimizer steps"
         notes = self.failures.meet(here, self.channel.world_size, min(PATIENCE_S, self.settings.timeout_s))
@@ -158,7 +158,7 @@ class PipelineRun(RunOnRank):
             why = f"rank(s) {missing} did not come to save" if missing else f"the ranks stand at {notes}"
             rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
             return None
-        return WholeState(self.module, place.held.ownership, group=gloo_group(self.settings.timeout))
+        return WholeState(self.module, self.place.held.ownership, group=gloo_group(self.settings.timeout))
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

@@ -84,28 +84,28 @@ class TrainBatches:
                 self._place.follow(replace(planned, calls=calls))
         self.replans.begin(self.part, gradients=self.gradients.may_be_kept)
 
-    def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
+    def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.
 
         Args:
             batch: this rank's part, or a dummy.
             args, kwargs: further arguments of ``training_step``.
-            accumulates: gradients stay on the ranks; a later batch synchronises them.
         """
         if self._last is not None and self._last[0] is self.part:
             raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {SECOND_PASS}")
         self.in_step = True
         try:
-            return self._train(batch, args, kwargs, accumulates=accumulates)
+            return self._train(batch, args, kwargs)
         except RuntimeError:
             self._place.refuse_kept()  # whose graphs end somewhere else
             raise
         finally:
             self.in_step = False
 
-    def _train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
+    def _train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         place, part = self._place, self.part
         assert part is not None
+        accumulates = compat.accumulates_now(self._trainer)  # gradients stay here, a later batch synchronises them
         started_s = time.perf_counter()
         step = compat.batches_of_all_epochs(self._trainer)
         sizes, first = self._binder.micro_batches(part, place.group_index)

@@ -100,7 +100,7 @@ def staleness(facts: RunFacts) -> Drawn:
         return "Only hetero_stale trains on older parameters and has a server; here every gradient is fresh.", ""
     if not run.counts:
         return "The server was never asked: log with StragglerMonitor() to have its counts here.", ""
-    counts = run.counts[-1][1]
+    counts = run.counts
     ages = {int(age): float(n) for age, n in counts.get("staleness", {}).items()}
     total = math.fsum(ages.values())
     if not total:
@@ -123,13 +123,6 @@ def staleness(facts: RunFacts) -> Drawn:
         for reason, number in named(counts.get(name)).items()
     ]
     body += table(["samples", "reason", "number"], rows) if rows else ""
-    queued = [float(one.get("queue") or 0) for _, one in run.counts]
-    body += "<p>Messages waiting when the server looked:</p>" + lines(
-        [Line(name="messages", kind="r0", x=[float(at) for at, _ in run.counts], y=queued, dots=True)],
-        label="messages waiting when the server looked",
-        x_name="step",
-        y_name="messages waiting",
-    )
     apply_s, longest_s = float(counts.get("apply_s") or 0.0), float(counts.get("longest_apply_s") or 0.0)
     mean_s = apply_s / max(1.0, float(counts.get("updates") or 0.0))
     wasted, given_again = (math.fsum(map(float, named(counts.get(n)).values())) for n in ("discarded", "reissued"))

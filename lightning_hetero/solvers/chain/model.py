@@ -30,6 +30,7 @@ because depths only fall as P grows, and equal to the bottleneck unless memory i
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,7 +44,6 @@ from lightning_hetero.types import Status
 # A round trip of exactly k periods takes k, and bytes that fill a device exactly fit, whatever the last bits say.
 _PERIOD_SNAP = 1.0 - 1e-9
 ROOM_SNAP = 1.0 - 1e-12
-_AT_ONCE, _NARROWED = 48, 8  # periods that are tried at once, and how often: to 1e-13 of the fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,32 +153,25 @@ def fitting_periods(chain: DeviceChain, cuts: Ints, split: Times) -> Floats:
     if not chain.capped:
         return period
     space = room(*stage_bytes(chain, cuts), chain.mem_bytes)
-    tight = np.flatnonzero((depths(chain, split, period) > space).any(axis=1))
-    if tight.size:
-        tried = Times(*(np.repeat(part[tight], _AT_ONCE, axis=0) for part in split))
-        period[tight] = _slowed(chain, tried, space[tight], period[tight])
+    for i in np.flatnonzero((depths(chain, split, period) > space).any(axis=1)):
+        period[i] = _least_period(chain, Times(*(part[i : i + 1] for part in split)), space[i])
     return period
 
 
-def _slowed(chain: DeviceChain, tried: Times, space: Floats, too_short_s: Floats) -> Floats:
-    """Returns the least period of each split that fits [n]: depths never rise with the period.
+def _least_period(chain: DeviceChain, split: Times, space: Floats) -> float:
+    """Returns the least period above its bottleneck at which a single split fits; inf if none is long enough.
 
-    Args:
-        chain: the pipeline.
-        tried: times of the splits, each `_AT_ONCE` times, for as many periods.
-        space: micro-batches in flight that fit [n, S].
-        too_short_s: periods that do not fit [n].
+    Depths only change where a round trip takes a whole number of periods.
     """
-    rows = np.arange(len(space))
-    enough_s = np.maximum(tried.rests_s[::_AT_ONCE, 0], too_short_s)  # no way is longer: all depths are the least
-    for _ in range(_NARROWED):
-        asked_s = too_short_s[:, None] + (enough_s - too_short_s)[:, None] * np.linspace(0.0, 1.0, _AT_ONCE)
-        asked_s[:, -1] = enough_s
-        held = depths(chain, tried, asked_s.ravel()).reshape(len(rows), _AT_ONCE, -1)
-        fits = (held <= space[:, None, :]).all(axis=2)
-        first = np.where(fits[:, -1], fits.argmax(axis=1), _AT_ONCE - 1)
-        too_short_s, enough_s = asked_s[rows, np.maximum(first - 1, 0)], asked_s[rows, first]
-    return np.where(fits[:, -1], enough_s, np.inf)
+    bottleneck_s = float(split.bottleneck_s[0])
+    spans_s = np.concatenate([split.trips_s, split.rests_s] if chain.depth == "low_memory" else [split.trips_s])
+    counts = np.arange(1.0, float(spans_s.max()) / max(bottleneck_s, TINY_S) + 1.0)
+    paces_s = np.unique(spans_s.ravel()[:, None] / counts)
+    paces_s = paces_s[paces_s > bottleneck_s]
+    place = bisect_left(
+        range(len(paces_s)), True, key=lambda i: bool((depths(chain, split, paces_s[i : i + 1]) <= space).all())
+    )
+    return float(paces_s[place]) if place < len(paces_s) else math.inf
 
 
 def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:

@@ -118,28 +118,20 @@ def _pipes(problem: Problem, drafts: Drafts, groups: Groups, far_s: Floats) -> P
 def _pipe(problem: Problem, drafts: Drafts, ranks: list[int], far_s: Floats) -> Pipe | None:
     """Returns a pipeline of these ranks; where memory is short the one of a few orders that is fastest."""
     near, part = _nearest_chain(problem, ranks, far_s), problem.part(ranks)
-    draft, wanted = drafts.pipe(near), part if len(ranks) <= _ORDERED else 1
-    if not problem.capped or len(ranks) == 1 or (draft and len(ranks) > _FEW and problem.cost(draft).most >= wanted):
-        return draft
+    if not problem.capped or len(ranks) == 1:
+        return drafts.pipe(near)
     # The first stages keep most micro-batches in flight: memory in front, where it differs.
     orders = dict.fromkeys([near, tuple(sorted(ranks, key=lambda r: (-problem.caps[r], r))), near[::-1]])
-    orders = orders if problem.n_devices <= _ORDERED else {near: None}  # of many devices there are many groups
-    best = _best_of(problem, [draft] if draft else [], orders, part)
-    if best is None and len(ranks) <= _FEW:
-        best = _best_of(problem, [], permutations(ranks), part)
-    return best
 
+    def fastest(found: Iterable[Pipe | None]) -> Pipe | None:
+        times = [(problem.cost(pipe).seconds(part), pipe) for pipe in found if pipe and problem.cost(pipe).most]
+        return min(times)[1] if times else None
 
-def _best_of(problem: Problem, found: list[Pipe], orders: Iterable[tuple[int, ...]], part: int) -> Pipe | None:
-    sizes = sorted({first_size(problem, problem.n_devices), problem.sizes[0]}, reverse=True)
-    for order in orders:
-        for size in sizes:
-            if pipe := problem.split(order, size, part):
-                found.append(pipe)
-                if problem.n_devices > _ORDERED:
-                    break
-    fitting = [(problem.cost(pipe).seconds(part), pipe) for pipe in found if problem.cost(pipe).most > 0]
-    return min(fitting)[1] if fitting else None
+    size = problem.sizes[0] if problem.n_devices <= _ORDERED else first_size(problem, problem.n_devices)
+    return fastest(map(drafts.pipe, orders)) or fastest(
+        problem.split(order, size, part)
+        for order in (permutations(ranks) if problem.n_devices <= _FEW else [near])
+    )
 
 
 def _all_groupings(n: int, most: int) -> Iterator[Groups]:

@@ -24,7 +24,7 @@ from lightning_hetero.stale.fit.refusals import SEES_NOT_ALL, no_monitored_steps
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import run_alone
-from lightning_hetero.transport.base import Reply, Say
+from lightning_hetero.transport.base import Ask, Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 
 if TYPE_CHECKING:
@@ -326,18 +326,11 @@ class StepLoop:
             computed[:] = started.seconds_until(end), time.perf_counter()
             return computed[0]
 
-        reply = self._worker.push(
-            epoch=at.epoch,
-            tick=at.global_step,
-            substep=work.substep,
-            lease=work.grant.lease,
-            samples=work.computed,
-            weight=work.weight,
-            compute_s=compute_s,
-            flags=flags,
-            steps=steps,
-            zeroes=zeroes,
-        )
+        request = Request(
+            kind=Ask.PUSH, epoch=at.epoch, tick=at.global_step, substep=work.substep, lease=work.grant.lease,
+            samples=work.computed, weight=work.weight, flags=flags, steps=steps, zeroes=zeroes,
+        )  # fmt: skip
+        reply = self._worker.push(request, compute_s)
         self._zeroes = 0
         if final:
             self._claims.parts.pushed(wasted=reply.wasted)

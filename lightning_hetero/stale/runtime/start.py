@@ -27,6 +27,7 @@ from lightning_hetero.transport.store import host_store
 
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
+_LOOK_S = 1.0  # how often the server looks for the rank that has started it
 _SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
 
 
@@ -183,7 +184,6 @@ def serve(
     clock: Callable[[], float],
     *,
     orphaned: Callable[[], bool] | None = None,
-    look_s: float = 1.0,
 ) -> None:
     """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
 
@@ -191,7 +191,6 @@ def serve(
         clock: monotonic time [s].
         orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
             have been silent for so long as a meeting waits for one.
-        look_s: how often to ask that [s].
     """
     try:
         while not server.finished:
@@ -200,7 +199,7 @@ def serve(
                 alone = orphaned()  # asked in any case: it is taken for a sign of life
                 if alone and server.abandoned(clock()):
                     return
-                wait_s = min(wait_s, look_s)
+                wait_s = min(wait_s, _LOOK_S)
             events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
             server.counts.waiting(sum(not isinstance(event, Alive) for event in events))
             while events:

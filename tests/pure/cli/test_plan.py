@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from lightning_hetero.cli.plan import CONF, answer, plan_tables, read_setup
 from lightning_hetero.plan.planner import plan
-from lightning_hetero.record import EventWriter, trace_path
-from lightning_hetero.types import Event
+from tests.pure.report.kit import written
 
 pytestmark = pytest.mark.pure
 FORMULA = "formula={kind: layers, layers: 4, params: 1e6, flops_per_sample: 1e9, flops_per_s: 1e12}"
@@ -22,14 +21,6 @@ FORMULA = "formula={kind: layers, layers: 4, params: 1e6, flops_per_sample: 1e9,
 def asked(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return OmegaConf.to_container(compose("plan", overrides=list(overrides)), resolve=True)  # type: ignore[return-value]
-
-
-def recorded(folder: Path) -> None:
-    for rank, seconds in enumerate((0.1, 0.4)):
-        with EventWriter(trace_path(folder / "events", rank), rank=rank, world_size=2) as writer:
-            for at in range(6):
-                data = {"samples": 8, "compute_s": seconds, "wait_s": 0.42 - seconds}
-                writer.write(Event(kind="step", rank=rank, epoch=0, step=at, t_s=0.0, data=data))
 
 
 def test_a_formula_on_a_described_cluster() -> None:
@@ -48,7 +39,7 @@ def test_a_formula_on_a_described_cluster() -> None:
 
 
 def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
-    recorded(tmp_path)
+    written(tmp_path / "events", [[(8, 0.1, 0.32), (8, 0.4, 0.02)]] * 6)
     given = asked(f"run={tmp_path}", "what_if=[{speed: {1: 2}}]", "engines=[ddp,balanced]")
     setup, notes = read_setup(given)
     found, changes = answer(setup, given)

@@ -8,28 +8,16 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.cli.report import main, read_run
-from lightning_hetero.record import EventWriter, trace_path
-from tests.pure.report.kit import events_of
+from tests.pure.report.kit import written
 
 STEPS = [[(15, 1.5, 1.55), (15, 3.0, 0.05)]] * 20
-
-
-def recorded(folder: Path) -> None:
-    """Writes the trace of a run as `HeteroTrace` does."""
-    events = events_of(STEPS)
-    for rank in range(2):
-        about = {"strategy": "DDPStrategy"}
-        with EventWriter(trace_path(folder, rank), rank=rank, world_size=2, names=["cpu"], about=about) as writer:
-            for event in events:
-                if event.rank == rank and event.kind != "run":
-                    writer.write(event)
 
 
 @pytest.mark.parametrize("inside", ["", "events", "hetero"])
 def test_a_run_is_found_where_traces_are_written(
     tmp_path: Path, inside: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded(tmp_path / "run" / inside)
+    written(tmp_path / "run" / inside, STEPS)
     assert main([str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<title>run</title>" in page and "You waited 30.0 of 122.0 device-seconds (25 %)." in page
@@ -40,7 +28,7 @@ def test_a_run_is_found_where_traces_are_written(
 
 def test_two_runs_and_another_place_for_the_page(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        recorded(tmp_path / name / "events")
+        written(tmp_path / name / "events", STEPS)
         (tmp_path / name / "result.json").write_text(json.dumps({"fit_s": 1.0 if name == "a" else 2.0}))
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "out" / "both.html")]) == 0
     page = (tmp_path / "out" / "both.html").read_text()
@@ -49,13 +37,13 @@ def test_two_runs_and_another_place_for_the_page(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_trace_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded(tmp_path / "deep" / "er")
+    written(tmp_path / "deep" / "er", STEPS)
     assert main([str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "no trace in" in said and "HeteroTrace()" in said and str(tmp_path / "deep" / "er") in said
 
 
 def test_what_the_first_line_says_reaches_the_run(tmp_path: Path) -> None:
-    recorded(tmp_path)
+    written(tmp_path, STEPS)
     run, result = read_run(tmp_path)
     assert (run.engine, run.ranks, run.devices, result) == ("ddp", 2, {0: "cpu", 1: "cpu"}, {})

@@ -9,8 +9,7 @@ import pytest
 
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.page.build import page_of
-from tests.pure.report.kit import run_with
-from tests.pure.report.runs_kit import RUNS, SHOWN, balanced_run, stale_run
+from tests.pure.report.kit import RUNS, SHOWN, balanced_run, run_with, stale_run
 
 
 class Page(HTMLParser):

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_hetero.report.pipelines import bubble, pipeline_of
 from lightning_hetero.report.what_if import alternatives_of
-from tests.pure.report.kit import run_with
-from tests.pure.report.stages_kit import pipeline_run
+from tests.pure.report.kit import pipeline_run, run_with
 
 
 def test_one_micro_batch_leaves_each_of_two_stages_idle_for_half_the_time() -> None:

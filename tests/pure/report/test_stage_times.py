@@ -14,9 +14,7 @@ from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.spent import StepStage, StepStages, outliers_of
 from lightning_hetero.report.verdict import stage_answer, stage_names
 from lightning_hetero.types import Event
-from tests.pure.report.kit import events_of, opened, run_with
-from tests.pure.report.runs_kit import RUNS
-from tests.pure.report.stages_kit import pipeline_run
+from tests.pure.report.kit import RUNS, events_of, opened, pipeline_run, run_with
 
 KINDS = ("work", "exchange", "waiting", "between")
 NAMES = stage_names(RUNS["ddp"])

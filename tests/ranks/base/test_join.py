@@ -306,17 +306,15 @@ def test_a_joining_rank_is_heard_of_until_it_trains_or_dies(
     assert comes.got.generation == 8
     assert Coming(place.store, 8).gone([2]) == set()
 
-    def silent_within(seconds: float) -> bool:
-        deadline_s = time.monotonic() + seconds
-        while time.monotonic() < deadline_s:
-            if requests.silent([2], for_s=0.25):
-                return True
-            time.sleep(0.01)
-        return False
-
-    assert not silent_within(0.75)
+    deadline_s, beat = time.monotonic() + 20.0, requests._beat_of(2)
+    while requests._beat_of(2) == beat:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    assert requests.silent([2], for_s=20.0) == []
     comes.joining_rank.trains()
-    assert silent_within(20.0)
+    while not requests.silent([2], for_s=0.25):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_who_asks_again_is_not_waited_for_where_it_was_invited_before(

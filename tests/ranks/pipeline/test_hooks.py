@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_hetero import HeteroPipelineStrategy
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, quiet_trainer, rank_trainer, regression, single, weights
-from tests.ranks.pipeline.kit import LAYERS, SAMPLES, WIDTH, Block, Deep, fit, pipeline
+from tests.ranks.pipeline.kit import LAYERS, SAMPLES, WIDTH, Block, Deep, pipeline
 
 LED = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "samples": 16, "micro_samples": 3}]}  # rank 0 is a member
 TWO = {"groups": [{"ranks": [1], "cuts": [0, 6], "samples": 11, "micro_samples": 4},
@@ -118,16 +117,6 @@ class Pair:
     name: str = "pair"
 
 
-class Custom:
-    """A batch that knows how to be cut."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def split(self, sizes: Sequence[int]) -> list[Custom]:
-        return [Custom(x, y) for x, y in zip(self.x.split(list(sizes)), self.y.split(list(sizes)), strict=True)]
-
-
 class Opaque:
     """A batch of which only the module knows how to cut it."""
 
@@ -139,23 +128,17 @@ class Transferring(Deep):
     """Batches of its own kind, moved and changed by hooks."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        if isinstance(batch, Opaque):
-            return Opaque(*(batch.columns[k].T.to(device) for k in "xy"))
-        return batch if isinstance(batch, Custom) else super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return Opaque(*(batch.columns[k].T.to(device) for k in "xy"))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if isinstance(batch, Opaque):
-            return Opaque(2.0 * batch.columns["x"].T, batch.columns["y"].T)
-        return type(batch)(2.0 * batch.x, batch.y)
+        return Opaque(2.0 * batch.columns["x"].T, batch.columns["y"].T)
 
     def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        if isinstance(batch, Custom):
-            return batch.split(sizes)
         columns = (batch.columns[k].T.split(list(sizes)) for k in "xy")
         return [Opaque(x, y) for x, y in zip(*columns, strict=True)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        pair = tuple(batch.columns[k].T for k in "xy") if isinstance(batch, Opaque) else (batch.x, batch.y)
+        pair = tuple(batch.columns[k].T for k in "xy")
         loss = self.loss(pair)
         self.log("loss", loss, batch_size=len(pair[0]))
         return loss
@@ -180,10 +163,6 @@ def dicts(pairs: Any) -> Any:
     return {"in": {"x": x, "names": [str(i) for i in range(len(x))]}, "y": [y]}
 
 
-def customs(pairs: Any) -> Custom:
-    return Custom(*default_collate(pairs))
-
-
 def opaques(pairs: Any) -> Opaque:
     return Opaque(*default_collate(pairs))
 
@@ -193,9 +172,7 @@ CASES: dict[str, tuple[Callable[[], Deep], Any, dict[str, Any], dict[str, Any]]]
     "hooks": (Hooked, None, {}, {}),
     "dataclass": (OfPairs, None, {}, {}),
     "dict": (OfDicts, dicts, {}, {}),
-    "split": (Transferring, customs, {}, {}),
     "split_batch": (Transferring, opaques, {}, {}),
-    "anomaly": (Deep, None, {}, {"detect_anomaly": True}),
     "accumulation scheduled": (Deep, None, {}, {"callbacks": "accumulate", "max_epochs": 3}),
     "few batches, few steps": (Deep, None, {}, {"limit_train_batches": 2, "max_epochs": -1, "max_steps": 5}),
     "overfit": (Deep, None, {}, {"overfit_batches": 2, "max_epochs": 2}),
@@ -262,37 +239,6 @@ def test_hooks_batches_and_options_as_in_a_single_process() -> None:
             assert [shape[0] for _, shape in ranks[0][name]["batches"]] == [1] * 4
             held = [set(r[name]["gradients"][0]) for r in ranks]
             assert not held[0] & held[1] and held[0] | held[1] == set(expected["gradients"][0])
-
-
-# ---- a strategy derived from this one --------------------------------------------------------------------------
-
-
-class Factored(Deep):
-    """Its loss has a factor: the module's, or the one that the strategy passes."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def training_step(self, batch: Any, batch_idx: int, *, factor: float | None = None) -> Tensor:
-        return (self.factor if factor is None else factor) * super().training_step(batch, batch_idx)
-
-
-class Halving(HeteroPipelineStrategy):
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().training_step(*args, factor=0.5, **kwargs)
-
-
-def halved(rank: int, world: int) -> Weights:
-    strategy = Halving(backbone="model", plan=LED, monitor=False, process_group_backend="gloo")
-    return fit(rank, world, Factored(), strategy, max_epochs=1)[0]
-
-
-def test_keyword_arguments_reach_the_step() -> None:
-    expected = Factored(0.5)
-    single(expected, regression(SAMPLES), 16, max_epochs=1)
-    for found in run_ranks(2, halved):
-        assert found.distance(weights(expected)) <= 1e-12
 
 
 # ---- mixed precision -------------------------------------------------------------------------------------------

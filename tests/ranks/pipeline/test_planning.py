@@ -187,9 +187,7 @@ def group(**changes: Any) -> dict[str, Any]:
 
 BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     # strategy, module; the reason on rank 0, and on the others where that is another one
-    "unknown cluster": (lambda: pipeline(None, cluster="foo"), Deep, "cluster='foo' must be 'probe'", ""),
     "three devices": (lambda: pipeline(None, cluster={"devices": [{"count": 3}]}), Deep, "3 devices", ""),
-    "key of cluster": (lambda: pipeline(None, cluster={"devises": []}), Deep, "devises", ""),
     "no memory": (
         lambda: pipeline(None, cluster={"devices": [{"count": 2, "mem": 1000}]}),
         Deep,
@@ -204,7 +202,6 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     ),
     "profile incomplete": (lambda: pipeline(None, profile={"layers": []}), Deep, "lacks .*'head'", ""),
     "profile of no kind": (lambda: pipeline(None, profile=3), Deep, "profile=3", ""),
-    "plan of no kind": (lambda: pipeline(3), Deep, "plan=3 must be", ""),
     "key of plan": (lambda: pipeline(group(rank=3)), Deep, "unknown keys \\['rank'\\]", ""),
     "ranks": (lambda: pipeline(group(ranks=[0, 2])), Deep, "ranks \\[0, 2\\] must be different ones of 0..1", ""),
     "cuts": (lambda: pipeline(group(cuts=[0, 3, 7])), Deep, "rising numbers from 0 to 6", ""),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Effect, Granted, Updated
+from lightning_hetero.stale.decide.effects import Effect, Updated
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
@@ -33,6 +33,7 @@ from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import (
     Arrived,
+    Ask,
     Gone,
     Joined,
     Listener,
@@ -87,11 +88,10 @@ class Pusher(Worker):
         samples = said.get("samples", len(spans(self._grant.numbers)))
         values = {
             "epoch": self._place[0], "tick": self._place[1], "substep": self._substep, "lease": self._grant.lease,
-            "samples": samples, "weight": float(samples), "compute_s": 0.5, "steps": 0, "zeroes": 0, **said,
+            "samples": samples, "weight": float(samples), **said,
         }  # fmt: skip
         self._substep += 1
-        compute_s = values.pop("compute_s")
-        reply = super().push(flags, **values, compute_s=lambda: compute_s)
+        reply = super().push(Request(kind=Ask.PUSH, flags=flags, **values), lambda: 0.5)
         return self.granted(reply) if flags & PushFlag.FINAL else reply
 
 
@@ -166,27 +166,11 @@ class Recorder(Coordinator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.updates: list[Updated] = []
-        self.grants: dict[int, Granted] = {}
 
-    def _note(self, effects: list[Effect]) -> list[Effect]:
-        self.updates += [e for e in effects if isinstance(e, Updated)]
-        self.grants.update({e.lease: e for e in effects if isinstance(e, Granted)})
+    def _update(self, now: float) -> list[Effect]:
+        effects = super()._update(now)
+        self.updates += [effect for effect in effects if isinstance(effect, Updated)]
         return effects
-
-    def claim(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().claim(*args, **kwargs))
-
-    def push(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().push(*args, **kwargs))
-
-    def lost(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().lost(*args, **kwargs))
-
-    def wake(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().wake(*args, **kwargs))
-
-    def joined(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().joined(*args, **kwargs))
 
 
 class Setting:

@@ -16,7 +16,7 @@ from lightning_hetero.stale.runtime import fork
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.start import ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.base import RemoteFailureError, Say
+from lightning_hetero.transport.base import Ask, RemoteFailureError, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 
 CLASSES = [
@@ -66,10 +66,11 @@ def served(cls: type[Optimizer]) -> Tensor:
             assert grant.kind is Say.GRANT
             worker.pull()
             model.weight.grad = gradient
-            worker.push(
-                PushFlag.FINAL, epoch=0, tick=tick, substep=0, lease=grant.lease, samples=2, weight=2.0,
-                compute_s=lambda: 0.1, steps=1, zeroes=1,
+            pushed = Request(
+                kind=Ask.PUSH, flags=PushFlag.FINAL, tick=tick, lease=grant.lease, samples=2, weight=2.0, steps=1,
+                zeroes=1,
             )  # fmt: skip
+            worker.push(pushed, lambda: 0.1)
         worker.pull()
         worker.detach()
         worker.leave()

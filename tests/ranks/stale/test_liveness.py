@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.runtime.serve.agreement import Limits, LiveWorkers, Meeting
+from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.base import (
@@ -121,14 +121,6 @@ def test_a_server_that_was_stopped_hears_who_came_meanwhile_before_it_gives_anyb
     assert board.met(0) == board.met(1) == (0, 1) and server.wake_s() == math.inf
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_nobody_is_given_up_before_anybody_has_come(left: int) -> None:
-    workers = LiveWorkers([0, 1], Limits(connect_s=1.0))
-    assert workers.overdue(Meeting(), 1e9) == [] and workers.overdue_s(Meeting()) == math.inf
-    workers.joined(left, 5.0)
-    assert 5.0 < workers.overdue_s(Meeting()) < 6.0
-
-
 # ---- two that die together ------------------------------------------------------------------------------------
 
 
@@ -142,14 +134,6 @@ def test_of_two_that_die_together_neither_is_met(deaths: list[list[int]]) -> Non
     board.coming += [[], [Gone(0, "ends"), Gone(1, "ends")]]
     serve(server, board, lambda: 0.0)
     assert board.met(0) == board.met(1) == (0, 1) and board.met(3) == ()
-
-
-def test_who_asks_for_measures_hears_who_lives() -> None:
-    """Which ranks that wait for a member of their new group do."""
-    server, board = opened(3, 0, 1, 2)
-    server.handle(Gone(1, "killed"), 1.0)
-    server.handle(Arrived(0, Request(kind=Ask.METRICS)), 1.0)
-    assert tuple(board.replies[0][-1].numbers) == (0, 2)
 
 
 # ---- one that is connected and silent -------------------------------------------------------------------------
@@ -176,16 +160,6 @@ def test_a_rank_that_shows_life_is_waited_for() -> None:
     live(server, 0, 1, start_s=5.0, until_s=999.0)
     server.handle(meets(1), 1000.0)
     let_pass(server, 1000.0)
-    assert board.met(0) == (0, 1) and board.dismissed == {}
-
-
-def test_a_silent_rank_for_which_nobody_waits_may_come_back() -> None:
-    server, board = opened(2, 0, 1, silence_s=60.0)
-    assert server.wake_s() == math.inf
-    server.wake(5000.0)
-    for rank in (0, 1):
-        server.handle(meets(rank), 5000.0)
-    server.wake(5000.0)
     assert board.met(0) == (0, 1) and board.dismissed == {}
 
 

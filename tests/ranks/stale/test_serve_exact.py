@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.stale.decide.policy import Bsp, Flexible, Policy
 from lightning_hetero.transport.flags import Word
-from tests.ranks.stale.kit import Script, Setting, automatic, ends_of, threads
+from tests.ranks.stale.kit import Script, Setting, automatic, threads
 from tests.ranks.stale.reference import (
     ENDS,
     EPOCHS,
@@ -95,23 +95,6 @@ def test_bfloat16_is_pooled_in_float32() -> None:
     Script(three, automatic(x, y, mse), epochs, workers=3, work_s=equal_speed).run()
     assert {three.server._updater.spares.take(i).dtype for i in range(4)} == {torch.float32}
     assert 0.0 < differ(expected, three.model) < 0.05
-
-
-def test_batch_norm_statistics_are_those_of_the_global_batch() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2))
-    x, y = data(5)
-    setting = Setting(model, sgd, Bsp(), 3)
-    ends = ends_of(24, 6)  # so that nobody gets a single sample, of which BatchNorm knows no variance
-    Script(setting, automatic(x, y, mse), lambda t: t.epoch(0, ends), workers=3, work_s=equal_speed).run()
-    mean, count = torch.zeros(5), 0
-    for start, end in zip([0, *ends], ends, strict=False):
-        mean = 0.9 * mean + 0.1 * x[start:end].mean(0)
-        count += 1
-    norm = setting.model[0]  # type: ignore[index]
-    assert torch.allclose(norm.running_mean, mean, rtol=0, atol=1e-12)
-    assert int(norm.num_batches_tracked) == count
-    assert bool((norm.running_var != 1.0).all())
 
 
 def test_a_buffer_nobody_changes_stays_as_it_is_bit_by_bit() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
 from lightning_hetero.stale.runtime.messages import Met
@@ -65,58 +63,6 @@ def test_an_overflow_anywhere_skips_the_whole_update_and_everybody_knows() -> No
     word = Word.of(steps=1, overflow=True)
     for trainee in script.trainees:
         assert trainee.words == [word if t == bad_tick else 1 for t in range(len(ENDS))] * EPOCHS
-
-
-def poisoned(x: Tensor, y: Tensor) -> Callable[[Trainee, Reply, list[int]], Reply]:
-    def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
-        mse(trainee.model, x[positions], y[positions]).backward()
-        if trainee.rank == 1 and trainee.tick == 2:
-            gradient = list(trainee.model.parameters())[2].grad
-            assert gradient is not None
-            gradient[0, 0] = math.nan
-        return trainee.worker.push(steps=1, zeroes=1)
-
-    return step
-
-
-def test_a_nan_ends_the_run_and_names_worker_batch_and_parameter() -> None:
-    x, y = data(5)
-    setting = Setting(mlp(), sgd, Bsp(), 3)
-    told: dict[int, str] = {}
-
-    def body(trainee: Trainee) -> None:
-        try:
-            epochs(trainee)
-        except RemoteFailureError as error:
-            told[trainee.rank] = str(error)
-            with pytest.raises(RemoteFailureError, match="worker 1"):  # whoever asks later is told, too
-                trainee.worker.meet(99)
-
-    Script(setting, poisoned(x, y), body, workers=3, work_s=equal_speed).run()
-    assert told.keys() == {0, 1, 2}
-    assert all(
-        "worker 1" in t and "batch 2" in t and "'2.weight'" in t and "'skip'" in t for t in told.values()
-    )
-    assert setting.coordinator.version == 2
-    assert all(bool(p.isfinite().all()) for p in setting.model.parameters())
-
-
-def test_a_nan_may_be_left_out() -> None:
-    x, y = data(5)
-    model = mlp()
-    setting = Setting(model, sgd, Bsp(), 3, nonfinite="skip")
-    script = Script(setting, poisoned(x, y), epochs, workers=3, work_s=equal_speed).run()
-    expected, (optimizer,) = (other := copy.deepcopy(model)), sgd(other)
-    for _ in range(EPOCHS):
-        for tick, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
-            kept = [i for i in range(a, b) if tick != 2 or not a + 2 <= i < a + 4]  # worker 1's third of six
-            optimizer.zero_grad()
-            mse(expected, x[kept], y[kept]).backward()
-            optimizer.step()
-    assert differ(expected, setting.model) <= 1e-12
-    assert setting.server.counts.discarded == {"nonfinite": 2 * EPOCHS}
-    for trainee in script.trainees:
-        assert any("worker 1" in text and "'2.weight'" in text for text in trainee.texts)
 
 
 @pytest.mark.parametrize("policy", [Flexible(), Bsp(), Asp()], ids=str)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.runtime.measure.memory import (
@@ -254,9 +254,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def detached(value: Any) -> Any:
     """Returns a nest with its tensors off their graph; ``requires_grad`` as it was."""
-    return tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, value)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def _clones(value: Any) -> Any:
     """Returns a nest with copies of its tensors; no leaves, which could not be overwritten."""
-    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, detached(value))
+    return tree_map_only(Tensor, torch.clone, detached(value))

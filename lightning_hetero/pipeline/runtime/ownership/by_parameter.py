@@ -51,9 +51,12 @@ def copies_per_group(optimizer: Optimizer) -> list[int]:
         known = optimizer if optimizer.state else _stepped(optimizer, None)[0]
     except Exception:
         return [2] * len(optimizer.param_groups)
-    first = [group["params"][0] for group in known.param_groups]
-    states = [(p, known.state.get(p, {}).values()) for p in first]
-    return [sum(isinstance(kept, Tensor) and kept.shape == p.shape for kept in state) for p, state in states]
+
+    def kept(parameter: Tensor) -> int:
+        state = known.state.get(parameter, {})
+        return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
+
+    return [max(map(kept, group["params"]), default=0) for group in known.param_groups]
 
 
 def _tried(optimizer: Optimizer, alone: int | None) -> tuple[list[Tensor], int]:

@@ -58,7 +58,7 @@ def tied(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
         layers: of the backbone, in order.
 
     Raises:
-        ValueError: a layer is not part of the module, or a lazy module has not been run yet.
+        ValueError: a lazy module has not been run yet.
     """
     return tuple(
         Tie(names=entry.names, layers=_layers_of(entry), outside=None in entry.units)
@@ -87,7 +87,7 @@ class Ownership:
         digest: of all this and of the tensors' shapes and dtypes and which are trained; the same on all ranks.
 
     Raises:
-        ValueError: a layer outside the module; a lazy module; tied weights whose users are on different ranks, with
+        ValueError: a lazy module; tied weights whose users are on different ranks, with
             what can be done.
     """
 
@@ -215,11 +215,6 @@ def _layers_of_modules(module: nn.Module, layers: Sequence[nn.Module]) -> dict[s
 def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[_Entry]:
     """Returns the parameters and then the buffers, each tensor once, in the module's order."""
     units = _users(layers)
-    inside = {id(part) for part in module.modules()}
-    if lost := [i for i, layer in enumerate(layers) if id(layer) not in inside]:
-        raise ValueError(
-            f"layers {lost} of the backbone are not part of {type(module).__name__}: register them as submodules"
-        )
     entries: dict[tuple[int, bool], _Entry] = {}
     for is_parameter in (True, False):
         for path, part in module.named_modules(remove_duplicate=False):

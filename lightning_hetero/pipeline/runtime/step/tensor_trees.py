@@ -34,8 +34,7 @@ def split(value: Any) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
 
 def detached(value: Any) -> Any:
     """Returns a nest with its tensors off their graph."""
-    tensors, joined = split(value)
-    return joined([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach() if tensor.requires_grad else tensor, value)
 
 
 def weighted_loss(output: Any, weight: float, scale: Callable[[Tensor], Tensor] | None) -> Tensor:

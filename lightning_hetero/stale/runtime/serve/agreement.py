@@ -12,8 +12,8 @@ from lightning_hetero.stale.runtime.messages import EpochBegin
 from lightning_hetero.transport.base import Request
 
 
-class DisagreementError(ValueError):
-    """Two workers, or a worker and the server, do not run the same program; the message names both."""
+class RunEndsError(Exception):
+    """The run cannot go on; the message says why, and everybody is told it."""
 
 
 _ADVICE = (
@@ -222,7 +222,7 @@ class Meeting:
         """Returns who has met, if all have; then the next meeting begins.
 
         Raises:
-            DisagreementError: they meet for different reasons.
+            RunEndsError: they meet for different reasons.
         """
         if not self.is_full(live):
             return {}
@@ -230,7 +230,7 @@ class Meeting:
         (first, one), *others = sorted(asked.items())
         for rank, request in others:
             if (request.tick, request.text) != (one.tick, one.text):
-                raise DisagreementError(
+                raise RunEndsError(
                     f"workers meet for different reasons: {first} at meeting {one.tick} ({one.text or 'no reason'}),"
                     f" {rank} at meeting {request.tick} ({request.text or 'no reason'}). They have taken different ways"
                     " through the program, e.g. a condition that depends on the rank"
@@ -289,12 +289,12 @@ class AnnouncedEpochs:
         One that begins the present epoch a second time begins it anew for all.
 
         Raises:
-            DisagreementError: it says otherwise than the first one.
+            RunEndsError: it says otherwise than the first one.
             ValueError: it says nothing that could be understood.
         """
         said = EpochBegin.read(request.text)
         if said.layout != self._digest:
-            raise DisagreementError(
+            raise RunEndsError(
                 f"worker {rank} and the server disagree on the model, its optimizers or the compression. {_ADVICE}"
             )
         epoch = self._kept.get(request.epoch)
@@ -305,7 +305,7 @@ class AnnouncedEpochs:
         if epoch is None or rank in epoch.begun:
             return asked
         if (epoch.ends, epoch.tick, epoch.spans) != (asked.ends, asked.tick, asked.spans):
-            raise DisagreementError(
+            raise RunEndsError(
                 f"worker {rank} and worker {epoch.by} disagree on epoch {request.epoch}: {asked} or {epoch}. {_ADVICE}"
             )
         epoch.begun.add(rank)

@@ -35,16 +35,12 @@ from lightning_hetero.stale.decide.effects import (
 )
 from lightning_hetero.stale.decide.policy import Asynchronous
 from lightning_hetero.stale.decide.report.counts import Counts
-from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers, RunEndsError
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Listener, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
-
-
-class NonFiniteError(ArithmeticError):
-    """A gradient has NaN or Inf, and the rule is to stop; the message names worker, place and parameter."""
 
 
 class Pushed(NamedTuple):
@@ -119,7 +115,7 @@ class Pushes:
         """A worker has pushed gradients; with the last push of a batch it claims at once.
 
         Raises:
-            NonFiniteError: they are not finite, and the rule is to stop.
+            RunEndsError: they are not finite, and the rule is to stop; the message names worker, place and parameter.
             TornSlotError: the slot is not whole.
             ValueError: no worker can mean this push.
         """
@@ -187,7 +183,7 @@ class Pushes:
             return True
         where = f"worker {rank} has a gradient with NaN or Inf in epoch {push.epoch}, batch {push.tick}: {name!r}"
         if self._stop:
-            raise NonFiniteError(
+            raise RunEndsError(
                 f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out"
             )
         self._live_workers.notify(f"{where}; its {push.samples} samples are left out")

@@ -24,16 +24,16 @@ from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
     AnnouncedEpochs,
-    DisagreementError,
     Limits,
     LiveWorkers,
     Meeting,
+    RunEndsError,
 )
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
-from lightning_hetero.stale.runtime.serve.pushes import NonFiniteError, Pushes
+from lightning_hetero.stale.runtime.serve.pushes import Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
-from lightning_hetero.stale.runtime.serve.update import OwnMethodError, Updater, bits
+from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 
@@ -217,7 +217,7 @@ class ParameterServer:
         else:
             try:
                 self._serve(rank, request, now)
-            except (DisagreementError, NonFiniteError) as error:
+            except RunEndsError as error:
                 self.fail(str(error))
             except HalfUpdateError as error:  # this server has nothing left that is worth saving
                 self.fail(str(error))
@@ -313,7 +313,7 @@ class ParameterServer:
             for o in bits(one.steps):  # they have met for a method that an optimizer has besides its step
                 self._updater.call(o, one.text)
                 self._answers.publish()
-        except (DisagreementError, OwnMethodError) as error:
+        except RunEndsError as error:
             self.fail(str(error))
             return
         alive = sorted(self._live_workers.live)

@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.layout import NONFINITE, FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean, Spares, runs
+from lightning_hetero.stale.runtime.serve.agreement import RunEndsError
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
 _SLOTS = 256
@@ -34,10 +35,6 @@ def bits(mask: int) -> Iterator[int]:
     [0, 2]
     """
     return (i for i in range(mask.bit_length()) if mask >> i & 1)
-
-
-class OwnMethodError(ValueError):
-    """A method that an optimizer has besides its step has failed, or returned something."""
 
 
 class Updater:
@@ -219,14 +216,14 @@ class Updater:
         """Calls a method of an optimizer; ``text`` begins with its name and a bracket.
 
         Raises:
-            OwnMethodError: it has failed, or returned something.
+            RunEndsError: it has failed, or returned something.
         """
         try:
             value = getattr(self.optimizers[o], text.partition("(")[0])()
         except Exception as error:
-            raise OwnMethodError(f"{text} failed in the parameter server: {type(error).__name__}: {error}") from error
+            raise RunEndsError(f"{text} failed in the parameter server: {type(error).__name__}: {error}") from error
         if value is not None:
-            raise OwnMethodError(
+            raise RunEndsError(
                 f"{text} returns {value!r:.100}, which the ranks cannot have: it is called in the parameter server."
                 " Use strategy='hetero_balanced'"
             )

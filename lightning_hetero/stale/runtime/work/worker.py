@@ -156,37 +156,19 @@ class Worker:
             ServerLostError: the server is gone.
         """
         self.weights.look()
-        return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted))))
+        return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=self._wanted)))
 
     def _answered(self, reply: Reply) -> Reply:
         self.weights.answered(Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH)
         return reply
 
-    def push(
-        self,
-        flags: PushFlag,
-        *,
-        epoch: int,
-        tick: int,
-        substep: int,
-        lease: int,
-        samples: int,
-        weight: float,
-        compute_s: Callable[[], float],
-        steps: int,
-        zeroes: int,
-    ) -> Reply:
-        """Hands over the gradients in ``.grad``, which are None afterwards.
+    def push(self, request: Request, compute_s: Callable[[], float]) -> Reply:
+        """Hands over the gradients in ``.grad``, means over at least one sample, which are None afterwards.
 
         Args:
-            flags: without FINAL more pushes of this batch follow, and the answer is ``Say.APPLIED``.
-            epoch, tick: where this worker is.
-            substep: pushes of this batch before this one.
-            lease: number of the grant.
-            samples: computed samples, at least 1; gradients are means over them.
-            weight: what they count in the mean over the update.
-            compute_s: returns the time they took [s]; asked when the devices have come to the push.
-            steps, zeroes: bit i: optimizer i steps now / was zeroed before.
+            request: says what they are, but for its slot and the time. Without `PushFlag.FINAL` more pushes of this
+                batch follow, and the answer is ``Say.APPLIED``.
+            compute_s: returns the time they took [s]; asked when the device has come to the push.
 
         Returns:
             With FINAL like `claim`; else ``APPLIED``: pull again before going on.
@@ -194,22 +176,18 @@ class Worker:
         Raises:
             RemoteFailureError, ServerLostError: see `claim`.
         """
-        told = Readout()
-        self.weights.look()
-        noted = [told.add(each) for each in self.weights.noted()]
-        self.weights.pushed(substep=not flags & PushFlag.FINAL)
-        weights = self.weights
+        weights, told = self.weights, Readout()
+        weights.look()
+        noted = [told.add(each) for each in weights.noted()]
+        weights.pushed(substep=not request.flags & PushFlag.FINAL)
         slot = self._writer.write(
             weights.buffer_bytes, weights.clean_bytes, lambda numbers: self._hyper.write(numbers, self._clips), told
         )
         if any(map(any, noted)):
-            self.weights.refuse_noted()
+            weights.refuse_noted()
         self._clips = [(0, 0.0)] * len(self._clips)
-        request = Request(
-            kind=Ask.PUSH, epoch=epoch, tick=tick, substep=substep, lease=lease, samples=samples, weight=weight,
-            compute_s=compute_s(), flags=int(flags | self._wanted), steps=steps, zeroes=zeroes, slot=slot,
-        )  # fmt: skip
-        return self._answered(self._call(request))
+        flags = request.flags | self._wanted
+        return self._answered(self._call(replace(request, slot=slot, compute_s=compute_s(), flags=flags)))
 
     def meet(self, number: int, what: str = "", call: int | None = None) -> Met:
         """Waits for all live workers to meet, too.
