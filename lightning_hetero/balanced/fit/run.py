@@ -119,11 +119,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self._recovery is not None:
             self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
-            device, constant = device_of(self.trainer.strategy.root_device), self.binder.stands_for_part
             self._recovery = Recovery(
-                self.trainer, model, device=device, weight=self.weight, cap=self.cap, constant=constant
-            )
+                self.trainer, model, device=device_of(self.trainer.strategy.root_device), weight=self.weight,
+                cap=self.cap, constant=self.binder.stands_for_part, learned=self._learned,
+            )  # fmt: skip
             self.undo.callback(self._recovery.close)
+
+    def _learned(self, data: Mapping[str, Any]) -> None:
+        if self.part is not None:
+            self.events.note("memory", self.part.epoch, self.part.step, data)
 
     def wants_wrapping(self) -> bool:
         """Whether DDP has to wrap the module again, see `Trained`."""
@@ -267,8 +271,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return
         self.probe.exchanged()
         if self.automatic:
-            learned = self._recovery.take_learned() if self._recovery is not None else {}
-            self.times.note((self.part, learned) if learned else None)
+            self.times.note()
             self.probe.updating()
         else:
             self.probe.resume()
