@@ -37,11 +37,11 @@ class Timed:
         self.looks_s: list[float] = []
 
     def step(self, seen: Observation) -> Decision:
-        before = self._controller.looked_at
+        before = self._controller.triggers.at
         start_s = time.process_time()
         decision = self._controller.step(seen)
         self.all_s.append(time.process_time() - start_s)
-        if self._controller.looked_at != before:
+        if self._controller.triggers.at != before:
             self.looks_s.append(self.all_s[-1])
         return decision
 

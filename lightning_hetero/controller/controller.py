@@ -12,7 +12,7 @@ from lightning_hetero.controller.messages import Decision, DecisionKind, LayerMo
 from lightning_hetero.controller.migration import MigrationModel, moves_between
 from lightning_hetero.controller.objective import Objective
 from lightning_hetero.controller.settings import ControllerSettings
-from lightning_hetero.controller.spending import Spending, VirtualQueue
+from lightning_hetero.controller.spending import Spending
 from lightning_hetero.controller.trials import Trial, Trials
 from lightning_hetero.controller.triggers import Look, Triggers
 from lightning_hetero.solvers.placement.search import Judged, better_structure
@@ -36,6 +36,9 @@ class Controller:
         forms: of this model's plans.
         spending: of this run.
 
+    Attributes:
+        triggers: when the structure is looked at.
+
     Raises:
         ValueError: the plan does not fit the devices.
     """
@@ -58,7 +61,7 @@ class Controller:
         self._plans = _Plans(self._forms.pipes_of(plan), plan)
         self._trials.start_with(self._plans.pipes)
         self._costs.renew(plan)
-        self._triggers = Triggers(self.settings, self._costs.state)
+        self.triggers = Triggers(self.settings, self._costs.state)
 
     @property
     def plan(self) -> PipelinePlan:
@@ -69,16 +72,6 @@ class Controller:
     def generation(self) -> int:
         """The number of `plan`."""
         return self._plans.generation
-
-    @property
-    def queues(self) -> Mapping[str, VirtualQueue]:
-        """By constraint."""
-        return self._spending.queues
-
-    @property
-    def looked_at(self) -> int:
-        """The batch after which the structure was looked at last."""
-        return self._triggers.at
 
     # ---- one batch ----
 
@@ -165,7 +158,7 @@ class Controller:
             self._put_off = told  # layers would move for half of what has happened
             return Look("")
         told, self._put_off = [*(self._put_off or ()), *told], None
-        return self._triggers.look(self._plans.seen, self._costs.state, self._costs.estimates, self._spending, told)
+        return self.triggers.look(self._plans.seen, self._costs.state, self._costs.estimates, self._spending, told)
 
     def _search(self, objective: Objective, best: Judged, ranks: tuple[int, ...]) -> Judged:
         return better_structure(
@@ -226,16 +219,12 @@ class Controller:
         return modelled[generation]
 
     def _objective(self, present: Pipes) -> Objective:
-        spending = self._spending
         return Objective(
             self._costs.problem,
-            prices=spending.prices,
-            weights=spending.weights,
-            v=spending.v,
-            reference_s=spending.reference_s,
+            self._spending,
             present=present,
             migration=self._costs.migration,
-            horizon=self._triggers.life(self._plans.seen),
+            horizon=self.triggers.life(self._plans.seen),
             known=self._costs.shared,
         )
 

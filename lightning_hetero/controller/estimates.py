@@ -44,7 +44,7 @@ _WELL = 1.05  # factor up to which something is as the profile says
 Key: TypeAlias = tuple[Any, ...]
 """``("rank", r)``, ``("layer", k)``, or ``("link", source, target)``."""
 State: TypeAlias = Mapping[Key, float]
-"""Factors on the profile's times, 2.0 is twice as slow: of all ranks and layers, of links that were measured or blamed."""
+"""Factors on the profile's times: 2.0 is twice as slow. It has all ranks and layers, and links measured or blamed."""
 
 
 class _Factor:
@@ -250,7 +250,7 @@ class Estimates:
         """The present factors."""
         if self._state is None:
             ranks = range(len(self._cluster.devices))
-            keys = [*(("rank", rank) for rank in ranks), *(("layer", k) for k in range(len(self._base)))]
+            keys: list[Key] = [*(("rank", rank) for rank in ranks), *(("layer", k) for k in range(len(self._base)))]
             state = {key: self._value(*key) for key in keys}
             known = self._known_links()
             state.update({key: factor.value for key, factor in known.items()})

@@ -13,18 +13,35 @@ where B = 0, savings are forgotten at once and money is left over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_hetero.controller.messages import Observation
-from lightning_hetero.controller.objective import Prices, Use, Weight
 from lightning_hetero.controller.settings import Budget, ControllerSettings, Resource
 from lightning_hetero.solvers.placement.search import Judged
 
 _PART = 0.02  # of all batches: V and bank; an overspending of about that part is left at the end at most
 _LEAST_V, _V, _MOST_V = 10.0, 50.0, 100.0
 _HOUR_S = 3600.0
+
+
+class Weight(NamedTuple):
+    """A constraint and its queue, max(Q, 0)."""
+
+    budget: Budget
+    queue: float
+
+
+class Use(NamedTuple):
+    """What a batch takes of a resource: per second, per sample of each group, and in any case."""
+
+    per_s: float
+    per_sample: tuple[float, ...]
+    fixed: float
+
+    def amount(self, seconds: float, shares: Sequence[int]) -> float:
+        return self.per_s * seconds + sum(c * n for c, n in zip(self.per_sample, shares, strict=True)) + self.fixed
 
 
 class VirtualQueue:
@@ -69,7 +86,9 @@ class Spending:
     Attributes:
         v: V.
         queues: by constraint.
-        prices: of the ranks, by now.
+        price_per_s: money per second by now, by rank.
+        power_w, idle_power_w: of a rank that computes, and of one that is held and does not compute, by rank.
+        rest_cost: part of price and idle power that is due for a rank at rest.
         reference_s: T_ref; to be set to the first plan's time.
     """
 
@@ -82,12 +101,10 @@ class Spending:
         self.v = least_v if settings.v is None else settings.v
         bank = settings.bank if settings.bank is not None else _V if part is None else max(1.0, part)
         self.queues = {budget.name: VirtualQueue(bank=bank) for budget in self.budgets}
-        self.prices = Prices(
-            per_s=np.array(settings.each("prices", ranks)) / _HOUR_S,
-            power_w=np.array(settings.each("power_w", ranks)),
-            idle_power_w=np.array(settings.each("idle_power_w", ranks)),
-            rest_cost=settings.rest_cost,
-        )
+        self.price_per_s = np.array(settings.each("prices", ranks)) / _HOUR_S
+        self.power_w = np.array(settings.each("power_w", ranks))
+        self.idle_power_w = np.array(settings.each("idle_power_w", ranks))
+        self.rest_cost = settings.rest_cost
         self.reference_s = 1.0
 
     @property
@@ -104,9 +121,9 @@ class Spending:
         """Takes in prices per hour by rank; returns in words what has changed, if money counts at all."""
         changed: list[str] = []
         for rank, per_hour in prices.items():
-            before = float(self.prices.per_s[rank]) * _HOUR_S
+            before = float(self.price_per_s[rank]) * _HOUR_S
             if per_hour != before:
-                self.prices.per_s[rank] = per_hour / _HOUR_S
+                self.price_per_s[rank] = per_hour / _HOUR_S
                 if self.budgets:
                     changed.append(f"price of rank {rank} {before:g} -> {per_hour:g}")
         return changed
@@ -133,7 +150,7 @@ class Spending:
             self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), batches)
 
     def _work_energy(self, work_s: Mapping[int, float]) -> float:
-        more = self.prices.power_w - self.prices.idle_power_w
+        more = self.power_w - self.idle_power_w
         return sum(float(more[rank]) * seconds for rank, seconds in work_s.items())
 
     def saved(self, now: Judged | None, new: Judged) -> dict[str, float]:
@@ -150,7 +167,7 @@ class Spending:
         return {
             "queues": self.values,
             "reference_s": self.reference_s,
-            "prices_per_hour": (self.prices.per_s * _HOUR_S).tolist(),
+            "prices_per_hour": (self.price_per_s * _HOUR_S).tolist(),
         }
 
     def load(self, plain: Mapping[str, Any]) -> None:
@@ -159,7 +176,7 @@ class Spending:
             if name in self.queues:
                 self.queues[name].value = float(value)
         self.reference_s = float(plain["reference_s"])
-        self.prices.per_s[:] = np.array(plain["prices_per_hour"]) / _HOUR_S
+        self.price_per_s[:] = np.array(plain["prices_per_hour"]) / _HOUR_S
 
 
 def _ratio(budget: Budget, amount: float, samples: int, seconds: float) -> float:

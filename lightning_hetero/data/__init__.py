@@ -23,7 +23,7 @@ from lightning_hetero.data.order import (
 )
 from lightning_hetero.data.partition import partition_by_group, partition_by_labels
 from lightning_hetero.data.pooled import PooledBatches, PooledRanks
-from lightning_hetero.data.stream import rebatched_stream
+from lightning_hetero.data.stream import RebatchedStream
 
 __all__ = [
     "Channel",
@@ -35,6 +35,7 @@ __all__ = [
     "Part",
     "PooledBatches",
     "PooledRanks",
+    "RebatchedStream",
     "SamplerOrder",
     "ShuffledOrder",
     "Split",
@@ -42,5 +43,4 @@ __all__ = [
     "partition_by_group",
     "partition_by_labels",
     "rebatched_loader",
-    "rebatched_stream",
 ]

@@ -18,56 +18,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_hetero.data.batches import EpochSampler
 from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, fed_copy, keep_samples
 from lightning_hetero.data.dropped import watch_drops
 from lightning_hetero.data.loader import sampled_by
-from lightning_hetero.data.order import EpochOrder, equal_parts
+from lightning_hetero.data.order import EpochOrder
 from lightning_hetero.measure.device import page_locked
-
-
-class EpochSampler(Sampler[list[Any]]):
-    """What Lightning finds as the batch sampler of a granted loader: knows the epoch, whose order `draw` agrees on.
-
-    Args:
-        order: the epoch's global batches.
-    """
-
-    def __init__(self, order: EpochOrder) -> None:
-        self.order = order
-        self.epoch = 0
-        self.indices: Sequence[Any] = ()
-        self.ends: Sequence[int] = ()
-        self._drawn: int | None = None
-        # What Lightning and users look for on a batch sampler.
-        self.batch_size = order.global_batch_size
-        self.drop_last = order.drop_last
-        self.sampler = self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch; Lightning calls it before hooks do their part."""
-        self.epoch = epoch
-        self.order.announce(epoch)
-
-    def draw(self) -> None:
-        """Agrees on the epoch's order, on every rank, when its first batch is wanted."""
-        if self._drawn != self.epoch:
-            self.indices, self.ends = self.order.batches(self.epoch)
-            self._drawn = self.epoch
-
-    def look(self, rank: int, world_size: int) -> list[list[Any]]:
-        """Returns what stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
-        if self._drawn != self.epoch:
-            return self.order.look(self.epoch, rank, world_size)
-        return equal_parts(self.indices, self.ends, rank, world_size)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        start = 0
-        for end in self.ends:
-            yield list(self.indices[start:end])
-            start = end
 
 
 class SampleSource:
@@ -75,13 +31,16 @@ class SampleSource:
 
     Args:
         loader: the user's; not changed.
+        order: of an epoch's samples.
         counted: whether the user says what a batch counts, so that its rows need not be its samples.
 
     Attributes:
+        sampler: knows the epoch, and draws its order.
         ahead: batches to fetch ahead, as deep as the user's workers would.
     """
 
-    def __init__(self, loader: DataLoader, *, counted: bool = True) -> None:
+    def __init__(self, loader: DataLoader, order: EpochOrder, *, counted: bool = True) -> None:
+        self.sampler = EpochSampler(order)
         self._loader = loader
         self._drops = watch_drops(loader, counted)
         # With batch_size=None the dataset makes whole batches out of lists of indices: nothing to keep ahead.
@@ -197,26 +156,22 @@ class _Units(Sampler[list[Any]]):
 
 
 def granted_loader(
-    loader: DataLoader,
-    sampler: EpochSampler,
-    source: SampleSource,
-    batches: Callable[[object], Iterator[Any]],
+    loader: DataLoader, source: SampleSource, batches: Callable[[object], Iterator[Any]]
 ) -> DataLoader:
     """Returns a copy of ``loader`` that hands out an epoch's batches of granted samples.
 
     Args:
         loader: map-style; not changed.
-        sampler: knows the number of batches and the epoch.
-        source: its persistent workers are ended with the copy's.
+        source: knows the number of batches and the epoch; its persistent workers are ended with the copy's.
         batches: returns a fresh iterator for the loader's iterator that is given to it; asked when the first batch is
             drawn.
     """
-    return fed_copy(loader, _Granted(sampler, source, batches), **sampled_by(loader, sampler, sampler.order))
+    sampler = source.sampler
+    return fed_copy(loader, _Granted(source, batches), **sampled_by(loader, sampler, sampler.order))
 
 
 @dataclass(frozen=True, slots=True)
 class _Granted(BatchFeed):
-    sampler: EpochSampler
     source: SampleSource
     batches: Callable[[object], Iterator[Any]]
 
@@ -224,7 +179,7 @@ class _Granted(BatchFeed):
         return LazyIterator(self.batches)
 
     def length(self, own: Callable[[], int]) -> int:
-        return len(self.sampler)
+        return len(self.source.sampler)
 
     @property
     def fetching(self) -> DataLoader | None:

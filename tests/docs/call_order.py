@@ -72,7 +72,7 @@ STOPS: dict[str, dict[str, str]] = {
         "pipeline/fit/loaders.py:PipelineBinder.split": "samples per group, by the plan",
         "pipeline/fit/training.py:TrainBatches.open": "what rank 0 has decided begins here",
         "pipeline/fit/loaders.py:PipelineBinder.micro_batches": "the leader's part is cut",
-        "pipeline/runtime/execute/work.py:LeaderRunner.train": "the schedule's operations begin",
+        "pipeline/runtime/execute/stage_runner.py:StageRunner.train": "the schedule's operations begin",
         "pipeline/runtime/step/resumable.py:ResumableStep.start": "a training step runs in a greenlet",
         "pipeline/runtime/step/resumable.py:ResumableStep.suspend": "it has called the backbone, and is suspended",
         "pipeline/runtime/execute/stages.py:Stage.forward": "this rank's layers",

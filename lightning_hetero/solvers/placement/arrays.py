@@ -54,8 +54,9 @@ class ProblemArrays:
         self.n_layers, self.n_devices = len(model.layers), len(cluster.devices)
         self.outside, self.one = joined([model.before, model.head]), layers_of(model, 1)
         self.outside_s: Floats = np.array(fixed_and_per_sample(self.outside))
-        work = np.array([fixed_and_per_sample(cost) for cost in model.layers])
-        self.work_s: Floats = np.concatenate([np.zeros((2, 1)), np.cumsum(work.T, axis=1)], axis=1)
+        self.work_s: Floats = np.zeros((2, self.n_layers + 1))
+        for layer, cost in enumerate(model.layers):
+            self.work_s[:, layer + 1] = self.work_s[:, layer] + fixed_and_per_sample(cost)
         self.speeds: Floats = np.array([d.speed for d in cluster.devices], dtype=np.float64)
         self.caps: Floats = np.array([d.mem_bytes for d in cluster.devices], dtype=np.float64)
         self.capped = bool(np.isfinite(self.caps).any())

@@ -240,7 +240,8 @@ def _hidden(a: tuple[float, float, int], b: tuple[float, float, int], c: tuple[f
 
 def _longest(lines: Floats, most: float) -> list[tuple[float, float]]:
     """Returns those of the lines (a, b) that are the highest somewhere for sizes of 1 to ``most``."""
-    kept = [(a, b) for b, a, _ in _highest([(b, a, 0) for a, b in lines.T.tolist()])]
+    heights: list[tuple[float, float, int]] = [(float(b), float(a), 0) for a, b in zip(*lines, strict=True)]
+    kept = [(a, b) for b, a, _ in _highest(heights)]
     while len(kept) > 1 and sum(kept[1]) >= sum(kept[0]):
         del kept[0]
     while len(kept) > 1 and kept[-2][0] + kept[-2][1] * most >= kept[-1][0] + kept[-1][1] * most:

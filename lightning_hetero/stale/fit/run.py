@@ -17,9 +17,9 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.cluster.score import not_working
+from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.decide.report import summary as report
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
 from lightning_hetero.stale.fit.loaders import GrantedBinder
@@ -157,11 +157,10 @@ class StaleRun(ElasticRun[GrantedBinder]):
     def _begin(self) -> None:
         trainer, settings, binder = self.trainer, self._settings, self.binder
         module = self.module
-        assert binder.sampler is not None and binder.source is not None
+        assert binder.source is not None
         binder.steps = steps = GlobalSteps(
             trainer,
             self.session,
-            binder.sampler,
             binder.source,
             parts=self._parts,
             events=self.events,
@@ -305,7 +304,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         measures = worker.brought or worker.measures()
         if any(measures.shares):
             self._shares = measures.shares
-        self._note(measures.counts, measures.epoch, measures.tick)
+        self._note(measures.counts, measures.epoch, measures.global_step)
         return measures
 
     def _note(self, counts: Counts, epoch: int, tick: int) -> None:
@@ -343,7 +342,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self._groups.rebuild(members.alive, 0, store=store)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
-        return super().sizes_differ(error, StepLoop._until_passed, *again)
+        return super().sizes_differ(error, StepLoop._end_batch, *again)
 
     def fail(self, error: BaseException) -> None:
         """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of

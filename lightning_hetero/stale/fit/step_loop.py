@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -170,17 +171,12 @@ class StepLoop:
         if self._edits is not None:
             self._edits.check()
         output = self._run_step(index, optimizer, closure, run)
-        if self.dummy:
+        if self._automatic:
+            self._end_batch(1 << index, optimizer, partial(self._run_again, index, optimizer, run))
+        elif self.dummy:
             self._drop_gradients()
-            if self._automatic:
-                self._until_passed(self._claims.claim(), index, optimizer, run)
-            return output
-        if self._automatic:
-            self._more_micro_batches(optimizer)
-        reply = self._push(steps=1 << index, final=self._automatic)
-        if self._automatic:
-            self._until_passed(reply, index, optimizer, run)
         else:
+            self._push(steps=1 << index, final=False)
             self._worker.pull()
         return output
 
@@ -207,22 +203,31 @@ class StepLoop:
             if own is optimizer:
                 self._worker.clip(index, value, kind)
 
-    def accumulated(self, index: int, optimizer: Optimizer, run: Callable[..., Any]) -> None:
+    def accumulated(self, optimizer: Optimizer) -> None:
         """A batch without a step is done: it only accumulates, or the user's `optimizer_step` left the step out."""
-        self._stepped = True
-        if self.dummy:
-            self._drop_gradients()
-            reply = self._claims.claim()
+        self._unscale()
+        self._end_batch(0, optimizer, partial(self._run_again, 0, optimizer, None))
+
+    def _run_again(self, index: int, optimizer: Optimizer, run: Callable[..., Any] | None, batch: Any) -> Any:
+        """Trains a top-up chunk as Lightning would train a batch, in automatic optimization; returns its outputs.
+
+        Without ``run`` it only accumulates.
+        """
+        closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer)
+        if run is None:
+            closure()
+            self._unscale()
         else:
-            self._stepped = self._claims.scale.unscale(self._worker.gradients())
-            self._more_micro_batches(optimizer)
-            reply = self._push(steps=0, final=True)
-        self._until_passed(reply, index, optimizer, run, steps=False)
+            self._run_step(index, optimizer, closure, run)
+        return compat.outputs_of(closure)
+
+    def _unscale(self) -> None:
+        """Divides gradients, of which no step has seen to it, by the loss scale; notes an overflow."""
+        self._stepped = self.dummy or self._claims.scale.unscale(self._worker.gradients())
 
     def training_step_done(self, again: Callable[[Any], Any]) -> None:
         """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more, and returns
         what hooks see of it."""
-        self._stepped = True
         if self._edits is not None:
             self._edits.check()
         if self.dummy:  # the others' pushes say what is zeroed
@@ -233,36 +238,34 @@ class StepLoop:
             self._drop_gradients()
             self.at.work = None
             return
-        reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
-        while reply.kind is Say.GRANT:
-            uncounted = compat.steps_uncounted(self._trainer)
-            with self._top_up(reply) as batch, self._frozen_schedulers(), uncounted:
-                self._claims.parts.ended(again(batch), batch, self._work.piece_samples)
-            self._stepped = True
-            reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
+
+        def train(batch: Any) -> Any:
+            with self._frozen_schedulers(), compat.steps_uncounted(self._trainer):
+                return again(batch)
+
+        self._end_batch(0, None, train)
+
+    def _end_batch(self, steps: int, optimizer: Optimizer | None, train: Callable[[Any], Any]) -> None:
+        """Ends the batch that was trained, and trains top-up chunks until the global step is over.
+
+        Args:
+            steps: bit i: optimizer i steps with this batch's last push.
+            optimizer: with which the rest of an assignment is computed in micro-batches; None in manual optimization.
+            train: trains a top-up chunk, and returns its outputs.
+        """
+        self._more_micro_batches(optimizer)
+        while (reply := self._push_or_claim(steps)).kind is Say.GRANT:
+            with self._top_up(reply) as batch:
+                self._claims.parts.ended(train(batch), batch, self._work.piece_samples)
+                self._more_micro_batches(optimizer)
         self._claims.over(reply)
 
-    def _until_passed(
-        self, reply: Reply, index: int, optimizer: Optimizer, run: Callable[..., Any], *, steps: bool = True
-    ) -> None:
-        """Trains top-up chunks until the global step is over."""
-        while reply.kind is Say.GRANT:
-            with self._top_up(reply) as batch:
-                closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer)
-                if not steps:
-                    closure()
-                    self._stepped = self._claims.scale.unscale(self._worker.gradients())
-                else:
-                    self._run_step(index, optimizer, closure, run)
-                self._claims.parts.ended(compat.outputs_of(closure), batch, self._work.piece_samples)
-                if not self.dummy:
-                    self._more_micro_batches(optimizer)
-            if self.dummy:
-                self._drop_gradients()
-                reply = self._claims.claim()
-            else:
-                reply = self._push(steps=1 << index if steps else 0, final=True)
-        self._claims.over(reply)
+    def _push_or_claim(self, steps: int) -> Reply:
+        if self.dummy:
+            self._drop_gradients()
+            return self._claims.claim()
+        self._stepped = self._stepped or not self._automatic
+        return self._push(steps=steps, final=True)
 
     @contextmanager
     def _top_up(self, reply: Reply) -> Iterator[Any]:
@@ -282,11 +285,12 @@ class StepLoop:
                     f" on rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
                 )
 
-    def _more_micro_batches(self, optimizer: Optimizer) -> None:
+    def _more_micro_batches(self, optimizer: Optimizer | None) -> None:
         """Computes the rest of an assignment in micro-batches, and returns early once it is asked to (SaPS)."""
         work, claims, worker = self._work, self._claims, self._worker
+        if optimizer is None or work.grant is None:
+            return
         for piece in work.pieces[1:]:
-            assert work.grant is not None
             if worker.wants_return(work.grant):
                 break
             done = work.weight
@@ -341,7 +345,7 @@ class StepLoop:
             "compute_s": computed[0],
             "wait_s": time.perf_counter() - computed[1] + work.wait_s,
             "version": work.grant.version,
-            "fill_in": work.fill_in,
+            "fill_in": work.top_up,
         }
         work.wait_s = 0.0
         if final:

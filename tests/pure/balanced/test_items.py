@@ -43,16 +43,6 @@ def test_work_that_is_samples_is_exactly_samples(steps: list[list[int]]) -> None
         assert in_samples(counted, records) == in_samples(unknown, blank) == [float(n) for n in step]
 
 
-def test_work_in_samples_by_hand() -> None:
-    work = WorkPerSample()
-    assert in_samples(work, [record(0, 4, 400.0), record(1, 4, 100.0)]) == [400.0, 100.0]  # nothing is known yet
-    work.add([record(0, 4, 600.0), record(1, 4, 200.0)])
-    assert work.mean == 100.0
-    assert in_samples(work, [record(0, 4, 400.0), record(1, 3)]) == [4.0, 3.0]
-    work.add([record(0, 4), record(1, 4)])  # tells nothing
-    assert work.mean == 100.0
-
-
 # ---- in a loop of policy and devices ---------------------------------------------------------------------------
 
 

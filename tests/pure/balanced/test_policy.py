@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.predictors import Kalman
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import AffineCost, SpeedSample
@@ -162,13 +161,6 @@ def test_a_run_starts_with_equal_shares_and_keeps_them_through_warm_up(
     assert math.isnan(policy.predict_s(equal)[0])
 
 
-def test_the_first_measurement_after_warm_up_moves_the_shares() -> None:
-    policy = started()
-    warm, first = feed(policy, (1.0, 1.0, 2.0, 4.0), 2)
-    assert (warm.changed, first.changed, first.reason) == (False, True, "rebalanced")
-    assert first.shares == policy.shares and first.gain_s > 0 and first.predicted_s > 0
-
-
 @pytest.mark.parametrize(("slow", "moves"), [(1.01, False), (1.5, True)])
 def test_the_dead_band_ignores_small_gains(slow: float, moves: bool) -> None:
     policy = started(world=2, dead_band=0.1, noise_guard=0.0, min_gain_s=0.0, warmup=0)
@@ -199,25 +191,6 @@ def test_cooldown_lets_that_many_records_pass_between_changes(cooldown: int, see
     assert min(gaps) == cooldown + 1
 
 
-class Exact(Kalman):
-    """Knows every rank's true cost: rank r's predictor is the r-th to be made fresh."""
-
-    def __init__(self, speeds: tuple[float, ...]) -> None:
-        super().__init__()
-        self.speeds = list(speeds)
-
-    def fresh(self) -> Exact:
-        new = super().fresh()
-        new.speed = self.speeds.pop(0)  # type: ignore[attr-defined]
-        return new
-
-    def cost(self) -> AffineCost:
-        return costs_of((self.speed,))[0]  # type: ignore[attr-defined]
-
-    def std_s(self, samples: float) -> float:
-        return 0.0
-
-
 # ---- what is decided ---------------------------------------------------------------------------------------
 
 
@@ -244,23 +217,6 @@ def test_shares_always_fill_the_batch_within_the_bounds(
         assert sum(policy.shares) == total
         for share, a, b in zip(policy.shares, low, up, strict=True):
             assert a <= share <= b and share % quantum == 0
-
-
-@given(slow=st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0]), min_size=2, max_size=3).map(tuple))
-def test_known_costs_give_the_best_of_all_splits(slow: tuple[float, ...]) -> None:
-    """Brute force over every split of 24 samples within the default bounds."""
-    total, world = 24, len(slow)
-    policy = started(
-        total, world, predictor=Exact(slow), dead_band=0.0, min_gain_s=0.0, noise_guard=0.0, warmup=0
-    )
-    feed(policy, slow, 2)
-    low, up = ShareBounds().resolve(world, total)
-    heads = (
-        [(a,) for a in range(total + 1)] if world == 2 else [(a, b) for a in range(25) for b in range(25 - a)]
-    )
-    splits = [(*head, total - sum(head)) for head in heads]
-    allowed = [s for s in splits if all(a <= v <= b for v, a, b in zip(s, low, up, strict=True))]
-    assert makespan_s(slow, policy.shares) == pytest.approx(min(makespan_s(slow, s) for s in allowed))
 
 
 def test_a_rank_without_a_time_delays_the_decision_and_is_not_learned_from() -> None:

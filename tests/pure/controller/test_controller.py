@@ -95,11 +95,11 @@ def test_layers_do_not_move_for_half_of_what_has_happened(jump: bool) -> None:
         assert seen(calm()).kind == "keep"
     phase = slow(0, 1.0, 4.0, 1.0, 1.0) if jump else calm()
     first = seen(phase, prices={0: 50.0})
-    assert controller.looked_at == (0 if jump else 5)
+    assert controller.triggers.at == (0 if jump else 5)
     if jump:
         assert first.kind != "plan"
         found = seen(phase)
-        assert controller.looked_at == 6 and found.kind == "plan"
+        assert controller.triggers.at == 6 and found.kind == "plan"
         assert "price of rank 0" in found.reason and "rank 1 takes 4.00 times" in found.reason
 
 
@@ -165,12 +165,6 @@ def test_only_shares_if_structure_is_off() -> None:
     assert shapes <= {tuple((g.ranks, g.cuts) for g in controller.plan.groups)}
 
 
-def test_the_same_measurements_lead_to_the_same_decisions() -> None:
-    phases = [calm(), slow(20, 2.0, 1.0, 1.0, 1.0), slow(60, 1.0, 1.0, 1.0, 4.0)]
-    runs = [trained(started(), phases, 90, noise=0.1, rng=np.random.default_rng(3)) for _ in range(2)]
-    assert runs[0].decisions == runs[1].decisions and runs[0].decisions
-
-
 def test_tied_layers_are_never_torn() -> None:
     spans = [(0, 3), (9, 11)]
     plan = best_plan(MODEL, CAPPED, BATCH, micro_batch_size=2, spans=spans)
@@ -225,13 +219,6 @@ def test_the_budget_is_kept_and_used() -> None:
     assert spent <= 1.02 and spent >= 0.95
     queue = run.queues["money_per_sample"]
     assert spent <= 1.0 + queue[-1] / len(queue) + 1e-9  # Neely's bound, as measured
-
-
-def test_small_v_keeps_the_budget_sooner_and_is_slower() -> None:
-    (hasty, _), (thrifty, _) = budgeted(0.85, v=1000, bank=0), budgeted(0.85, v=10, bank=0)
-    assert thrifty.money.mean() < hasty.money.mean()
-    assert thrifty.mean_s > hasty.mean_s
-    assert thrifty.queues["money_per_sample"].max() < hasty.queues["money_per_sample"].max()
 
 
 def test_savings_in_the_bank_are_spent() -> None:
@@ -329,7 +316,7 @@ def test_a_checkpoint_goes_on_where_it_was() -> None:
     state = json.loads(json.dumps(one.state_dict()))
     two.load_state_dict(state)
     assert two.plan.groups == one.plan.groups and two.generation == 0
-    assert two.queues["money_per_sample"].value == one.queues["money_per_sample"].value
+    assert two.state_dict()["queues"] == one.state_dict()["queues"]
     assert trained(two, [slow(0, 4.0, 1.0, 1.0, 1.0)], 40).decisions == []
     other = started(settings, cluster_of([1.0, 1.0]))
     with pytest.raises(ValueError, match="state is of 4 ranks and a global batch of 32, not of 2 and 32"):

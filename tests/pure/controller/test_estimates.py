@@ -74,11 +74,6 @@ def test_a_jump_is_believed_the_second_time_it_is_seen() -> None:
     ]
 
 
-def test_a_wrong_profile_is_believed_at_once() -> None:
-    found = told(estimates(), seen(0, (4.0, 1.0)))
-    assert found.state["rank", 0] == pytest.approx(4.0, rel=0.05)
-
-
 @pytest.mark.parametrize("noise", [0.05, 0.15])
 def test_noise_is_no_change(noise: float) -> None:
     rng, found = np.random.default_rng(1), estimates()
@@ -172,19 +167,6 @@ def test_what_is_used_no_more_is_forgotten_after_twice_as_long_each_time() -> No
     assert rest(403, 800) == [603]
 
 
-def test_what_was_found_well_is_tried_again_as_soon_as_the_first_time() -> None:
-    found, gone = estimates(recheck=100), list[int]()
-    alone = (Pipe((0,), (0, 6)),)
-    for t in range(1000):
-        slow = 4.0 if t < 10 or 500 <= t < 510 else 1.0
-        if t < 10 or 200 <= t < 510:
-            found.update(seen(t, (1.0, slow)), PIPES, SIZES)
-        else:
-            found.update(Observation(batch=t, generation=0, work_s={0: 34.0}), alone, SIZES)
-        gone += [t] if found.forget(t) else []
-    assert gone == [110, 610]
-
-
 # ---- links that nobody measures ---------------------------------------------------------------------------------
 
 
@@ -269,13 +251,6 @@ def test_of_a_rank_at_rest_a_change_counts_and_no_more() -> None:
         assert one.state["rank", 2] == pytest.approx(1.0, rel=0.05)  # never better than in the beginning
         told(one, *at_rest(range(since + 8, since + 12), 0.004))
         assert one.state["rank", 2] == pytest.approx(8.0, rel=0.05)
-
-
-def test_what_a_rank_could_do_at_rest_is_of_that_rest_alone() -> None:
-    found = told(estimates(), *at_rest(range(20), 0.002))
-    found.update(seen(20), [*PIPES, Pipe((2,), (0, 6))], [*SIZES, (2,)])
-    told(found, *at_rest(range(21, 33), 0.008))
-    assert found.state["rank", 2] == pytest.approx(1.0)
 
 
 def test_goes_on_from_json_as_if_nothing_had_happened() -> None:

@@ -21,14 +21,6 @@ def test_the_mean_exceeds_the_budget_by_the_queue_at_most(ratios: list[float], b
     assert sum(ratios) / n <= 1.0 + queue.value / n + 1e-9
 
 
-@given(ratios=RATIOS)
-def test_without_a_bank_it_is_neelys_queue(ratios: list[float]) -> None:
-    queue, value = VirtualQueue(bank=0.0), 0.0
-    for ratio in ratios:
-        value = max(value + ratio - 1.0, 0.0)
-        assert queue.add(ratio) == queue.weight == pytest.approx(value)
-
-
 @given(ratios=RATIOS, batches=st.integers(1, 5))
 def test_a_period_counts_by_its_batches(ratios: list[float], batches: int) -> None:
     # Equal spending in one long period, or batch by batch: the same queue, as long as the bank is not touched.
@@ -38,10 +30,3 @@ def test_a_period_counts_by_its_batches(ratios: list[float], batches: int) -> No
         for _ in range(batches):
             many.add(ratio)
     assert one.value == pytest.approx(many.value, abs=1e-9)
-
-
-@given(ratios=RATIOS, small=st.floats(0.0, 5.0), more=st.floats(0.0, 5.0))
-def test_a_larger_bank_never_pushes_harder(ratios: list[float], small: float, more: float) -> None:
-    a, b = VirtualQueue(bank=small), VirtualQueue(bank=small + more)
-    for ratio in ratios:
-        assert b.add(ratio) <= a.add(ratio) + 1e-9

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.controller.priced_shares import priced_shares, times_of
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from tests.pure.controller.kit import cluster_of, compositions, model_of
+from lightning_hetero.controller.priced_shares import priced_shares
+from tests.pure.controller.kit import compositions
 
 STEPS = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 
@@ -40,12 +39,3 @@ def test_no_split_is_better(steps: list[list[int]], samples: int, alpha: int, ga
     assert sum(shares) == samples
     assert value(shares) == pytest.approx(best)
     assert slowest_s == max(table[n - 1] for n, table in zip(shares, tables, strict=True))
-
-
-def test_a_table_holds_the_pipelines_times_as_far_as_samples_fit() -> None:
-    model, roomy = model_of([1.0, 2.0], state_bytes=10.0), cluster_of([1.0, 2.0])
-    cost = Problem(model, roomy, 6, (1, 2)).cost(Pipe((0, 1), (0, 1, 2)))
-    table = times_of(cost, 6)
-    assert list(table) == [cost.seconds(n) for n in range(1, 7)]
-    tight = cluster_of([1.0, 2.0], mem_bytes=9.0)
-    assert len(times_of(Problem(model, tight, 6, (1, 2)).cost(Pipe((0, 1), (0, 1, 2))), 6)) == 0

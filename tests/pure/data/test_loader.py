@@ -26,12 +26,13 @@ from torch.utils.data import (
 from lightning_hetero.data import (
     GlobalBatchSampler,
     Part,
+    RebatchedStream,
     ShuffledOrder,
     inspect_loader,
     rebatched_loader,
-    rebatched_stream,
 )
 from lightning_hetero.data.batches import Split
+from lightning_hetero.data.copies import fed_copy
 from tests.pure.predictors.simulated import any_split
 
 seeds = st.integers(0, 2**31)
@@ -109,14 +110,6 @@ def test_the_first_batch_asks_for_the_position_not_the_iterator() -> None:
     assert parts[0].step == 2
 
 
-def test_a_look_at_a_batch_changes_nothing() -> None:
-    plain, _ = rebatched(DataLoader(Numbers(12), batch_size=4), 12, 4, lambda *_: (4,), 0)
-    looked, parts = rebatched(DataLoader(Numbers(12), batch_size=4), 12, 4, lambda *_: (4,), 0)
-    next(iter(looked))
-    assert [b.tolist() for b in looked] == [b.tolist() for b in plain]
-    assert [p.step for p in parts] == [0, 0, 1, 2]
-
-
 def test_batches_out_of_order_are_put_in_order() -> None:
     try:
         unordered = DataLoader(Numbers(8), batch_size=2, in_order=False)
@@ -129,12 +122,6 @@ def test_batches_out_of_order_are_put_in_order() -> None:
 class Ignoring(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return iter([1, 2, 3])
-
-
-def test_a_loader_that_ignores_its_batch_sampler_is_named() -> None:
-    loader, _ = rebatched(Ignoring(Numbers(8), batch_size=2), 8, 4, lambda *_: (4,), 0)
-    with pytest.raises(TypeError, match="does not draw from its batch_sampler"):
-        next(iter(loader))
 
 
 # ---- what a loader is --------------------------------------------------------------------------------------
@@ -275,8 +262,8 @@ Steps = list[tuple[Part, list[int]]]
 def stream(loader: DataLoader, mode: Any, rank: int, world: int, size: int, split: Split, position: int = 0,
            limit: int | None = None) -> Steps:
     parts: list[Part] = []
-    balanced = rebatched_stream(
-        loader,
+    feed = RebatchedStream(
+        loader=loader,
         mode=mode,
         rank=rank,
         world_size=world,
@@ -285,6 +272,7 @@ def stream(loader: DataLoader, mode: Any, rank: int, world: int, size: int, spli
         position=lambda: (4, position),
         on_fetch=parts.append,
     )
+    balanced = fed_copy(loader, feed)
     batches = [b.tolist() for b, _ in zip(balanced, range(limit if limit is not None else 10**6), strict=False)]
     return [(p, b if p.samples else []) for p, b in zip(parts, batches, strict=False)]
 
@@ -317,51 +305,6 @@ def test_a_shared_stream_is_trained_once(
             (4, position + k, len(batch), len(batch))
         }
         assert sum(p.weight for p in parts) == pytest.approx(world)
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 8), seeds)
-def test_infinite_streams_follow_the_shares(size: int, chunk: int, world: int, steps: int, seed: int) -> None:
-    split = any_split(world, seed)
-    for rank in range(world):
-        loader = DataLoader(Endless(), batch_size=chunk)
-        got = stream(loader, "infinite", rank, world, size, split, limit=steps)
-        assert [len(mine) for _, mine in got] == [split(4, t, size)[rank] for t in range(steps)]
-        trained = [i for _, mine in got for i in mine]
-        assert trained == sorted(set(trained))  # in the stream's order, none twice
-        assert all(p.weight == pytest.approx(world * len(mine) / size) for p, mine in got)
-
-
-@given(st.integers(0, 20), st.integers(1, 9), st.integers(1, 5))
-def test_an_infinite_stream_that_ends_says_so(n: int, share: int, chunk: int) -> None:
-    loader = DataLoader(Finite(n), batch_size=chunk, drop_last=True)
-    message = rf"stream of rank 1 was declared infinite \(stream='infinite'\) but ended at batch {n // share};"
-    with pytest.raises(RuntimeError, match=message):
-        stream(loader, "infinite", 1, 2, 10, lambda *_: (10 - share, share))
-
-
-@pytest.mark.parametrize(("mode", "drop_last", "length"), [("shared", False, 4), ("shared", True, 3),
-                                                           ("infinite", False, 7), ("infinite", True, 6)])
-def test_length_of_a_sized_stream(mode: Any, drop_last: bool, length: int) -> None:
-    """Shared: 13 samples in batches of 4. Infinite: 13 is what each of 2 ranks goes through in an epoch."""
-
-    def balanced(dataset: IterableDataset) -> DataLoader:
-        return rebatched_stream(
-            DataLoader(dataset, batch_size=2, drop_last=drop_last),
-            mode=mode,
-            rank=0,
-            world_size=2,
-            global_batch_size=4,
-            split=lambda *_: (2, 2),
-            position=lambda: (0, 0),
-            on_fetch=lambda _: None,
-        )
-
-    assert len(balanced(Sized(13))) == length
-    with pytest.raises(TypeError):
-        len(balanced(Finite(13)))
-
-
 
 
 def test_collate_is_the_users_and_the_loader_is_left_alone() -> None:

@@ -11,15 +11,13 @@ import struct
 from collections.abc import Callable, Sequence
 from random import Random
 from statistics import fmean
-from typing import ClassVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.predictors import Ewma, Kalman, Narx, Predictor
+from lightning_hetero.predictors import Kalman, Narx, Predictor
 from lightning_hetero.predictors import narx as narx_module
-from lightning_hetero.predictors.base import Memory
 
 FIXED_S, PER_SAMPLE_S = 9e-3, 3e-3
 Series = list[tuple[float, float, float, float]]  # how slow, noise, free_cpu, free_mem
@@ -97,15 +95,6 @@ def test_what_the_load_does_is_learned(make: Callable[[Random, int], Series], mo
     assert fmean(ratios) < most
 
 
-def test_announced_spells_are_not_learned_without_the_load() -> None:
-    ratios = []
-    for seed in range(3):
-        series = [(*step[:2], math.nan, math.nan) for step in announced(Random(f"announced {seed}"), 500)]
-        narx, kalman = (fmean(errors(p, series)[100:]) for p in (Narx(), Kalman()))
-        ratios.append(narx / kalman)
-    assert 0.5 < fmean(ratios) < 1.05
-
-
 def test_without_a_load_it_is_an_autoregression_on_times() -> None:
     """Every third step takes longer, which a filter takes for noise."""
     rng = Random(1)
@@ -175,7 +164,7 @@ def test_until_it_is_warm_it_is_the_filter_to_the_bit() -> None:
 
 loads = st.one_of(st.floats(0.0, 1.0), st.just(math.nan), st.floats())
 record = st.tuples(
-    st.one_of(st.integers(0, 4), st.integers(0, 10**9)), st.floats(1e-12, 1e12), loads, loads, st.booleans()
+    st.one_of(st.integers(1, 4), st.integers(1, 10**9)), st.floats(1e-12, 1e12), loads, loads, st.booleans()
 )
 Records = list[tuple[int, float, float, float, bool]]
 
@@ -189,7 +178,7 @@ def feed(predictor: Predictor, records: Records) -> None:
 
 @given(st.lists(record, min_size=1, max_size=60))
 @example([(16, 1e-12 if k % 2 else 1e12, k / 60, 0.0, True) for k in range(60)])
-@example([(k % 3, 1e12 if k % 2 else 1e-12, math.nan, 1.0, True) for k in range(60)])
+@example([(k % 3 + 1, 1e12 if k % 2 else 1e-12, math.nan, 1.0, True) for k in range(60)])
 def test_whatever_comes_the_model_is_finite_and_its_state_round_trips(records: Records) -> None:
     first, second = Narx(warm=1, margin=0.0, zone=0.0), Narx(warm=1, margin=0.0, zone=0.0)
     feed(first, records[: len(records) // 2])
@@ -257,28 +246,6 @@ def test_a_copy_does_not_share_its_lists() -> None:
     assert one.fresh().state_dict() == Narx().state_dict()
 
 
-class Listing(Ewma):
-    """Appends to its list in place."""
-
-    MEMORY: ClassVar[Memory] = {**Ewma.MEMORY, "seen": []}
-    seen: list[float]
-
-    def update(self, samples: int, compute_s: float) -> None:
-        self.seen.append(compute_s)
-        super().update(samples, compute_s)
-
-
-def test_lists_in_a_memory_belong_to_one_predictor() -> None:
-    one = Listing()
-    one.update(1, 1.0)
-    state = one.state_dict()
-    other = one.fresh()
-    other.load_state_dict(state)
-    other.update(1, 2.0)
-    one.update(1, 3.0)
-    assert (state["seen"], one.seen, other.seen, Listing().seen) == ([1.0], [1.0, 3.0], [1.0, 2.0], [])
-
-
 def test_a_load_counts_for_one_record() -> None:
     """Not told again is not known, whatever was told before."""
     silent, told = Narx(), Narx()
@@ -307,11 +274,3 @@ def test_a_state_with_a_value_of_another_kind_is_refused() -> None:
 def test_settings_are_checked(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{setting}=.* must (lie in \[|be a whole number >=)"):
         Narx(**{setting: value})  # type: ignore[arg-type]
-
-
-def test_only_narx_wants_the_load() -> None:
-    assert Narx.WANTS_LOAD and not Kalman.WANTS_LOAD and not Ewma.WANTS_LOAD
-    kalman = Kalman()
-    kalman.told(free_cpu=0.5, free_mem=0.5)
-    assert kalman.state_dict() == Kalman().state_dict()
-    assert Narx(zone=0.2).fresh().zone == 0.2

@@ -191,8 +191,8 @@ def test_fewer_in_flight_is_advised_where_it_helps() -> None:
     slow = Link(latency_s=1.0)
     chain = capped(9.0, 9.0, state=[0.0, 0.0], layers={"activation_bytes": [3.5, 3.5]})
     assert "low_memory" not in why_infeasible(chain)
-    far = replace(chain, links=[slow, Link()], back=[slow, Link()])
-    assert "fewer in flight (depth='low_memory')" in why_infeasible(far)
+    late = replace(chain, links=[slow, Link()], back=[slow, Link()])
+    assert "fewer in flight (depth='low_memory')" in why_infeasible(late)
 
 
 def test_the_reason_of_one_split_names_its_stage() -> None:

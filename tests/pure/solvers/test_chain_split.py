@@ -149,9 +149,8 @@ def test_stages_are_never_empty_even_where_a_slow_device_could_be_left_out() -> 
 
 def test_short_memory_slows_the_pace_instead_of_refusing() -> None:
     layers = Layers(work_s=[1.0, 1.0], cut_bytes=[0.0, 1.0, 0.0], activation_bytes=[1.0, 1.0])
-    wire = Link(bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    links, back = [Link(bandwidth_bytes_per_s=1.0), Link()], [Link(latency_s=1.0), Link()]
     two = [Device(name="a", mem_bytes=6.0), Device(name="b", mem_bytes=6.0)]
-    links, back = [wire, Link()], [Link(latency_s=1.0), Link()]
     chain = DeviceChain(layers=layers, devices=two, links=links, back=back, micro_batches=100)
     assert split(chain).depths == (5, 2)  # the round trip over the link takes 2 s: two more in flight
     tight = replace(chain, devices=[replace(two[0], mem_bytes=4.0), two[1]])

@@ -41,12 +41,6 @@ def test_falling_and_vanishing_times() -> None:
     assert (none.fixed_s, none.per_sample_s) == (0.0, 0.0)
 
 
-@given(st.sampled_from([1e-12, 1e-6, 1.0, 1e6, 1e12]), st.sampled_from([1e-9, 1.0, 1e9]))
-def test_the_scale_does_not_matter(size: float, time: float) -> None:
-    cost = fit_affine([size, 3 * size], [2 * time, 4 * time])
-    assert cost.fixed_s == pytest.approx(time) and cost.per_sample_s == pytest.approx(time / size)
-
-
 @pytest.mark.parametrize(
     ("samples", "seconds", "words"),
     [

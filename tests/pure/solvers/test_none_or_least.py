@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_hetero.solvers import apportion, minimax, minimax_none_or_least
+from lightning_hetero.solvers import apportion, minimax_none_or_least
 from lightning_hetero.solvers.scale import scale_shares
-from lightning_hetero.types import AffineCost, Allocation, Cost, Status
+from lightning_hetero.types import AffineCost, Cost, Status
 from tests.pure.solvers.costs import AFFINE, EVERYDAY, SATURATING, STAIRS
 
 Problem = tuple[list[Cost], int, list[int], list[int], int, int]
@@ -57,26 +56,6 @@ def test_it_is_the_best_of_all_splits(problem: Problem) -> None:
     assert result.shares in splits
     assert result.makespan_s == makespan_s(costs, result.shares) == min(makespan_s(costs, s) for s in splits)
     assert 0.0 <= result.lower_bound_s <= result.makespan_s
-
-
-@given(problems(EVERYDAY))
-def test_a_least_that_decides_nothing_changes_nothing(problem: Problem) -> None:
-    costs, total, lower, upper, quantum, _ = problem
-    plain = minimax(costs, total, lower=lower, upper=upper, quantum=quantum)
-    assert minimax_none_or_least(costs, total, lower=lower, upper=upper, quantum=quantum, least=1) == plain
-
-
-def test_a_solver_of_the_users_is_asked() -> None:
-    asked: list[tuple[object, object]] = []
-
-    def solver(costs: Sequence[Cost], total: int, *, lower: Any, upper: Any, quantum: int) -> Allocation:
-        asked.append((lower, upper))
-        return minimax(costs, total, lower=lower, upper=upper, quantum=quantum)
-
-    same = [AffineCost(fixed_s=0.0, per_sample_s=1.0)] * 2
-    split = minimax_none_or_least(same, 3, upper=3, least=2, solver=solver)
-    assert split.shares == (3, 0)
-    assert asked == [(0, 3), ([2, 0], [3, 0])]
 
 
 # ---- a full batch's shares, scaled ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from benchmarks.planning.brute_force import BruteForce
 from benchmarks.planning.cases import Case, large_case, small_case
 from lightning_hetero.solvers.chain.chain import chain_of
 from lightning_hetero.solvers.chain.model import evaluate as evaluate_chain
-from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of, place
+from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.types import (
     AffineCost,
     Cluster,
@@ -250,31 +250,6 @@ def test_more_devices_than_layers_or_samples() -> None:
     assert all(len(group.ranks) <= 3 for group in plan.groups) and len(plan.groups) <= 2
 
 
-def test_units_do_not_matter() -> None:
-    case = small_case(np.random.default_rng(1), 3, 8, sync=0.1, capped=True)
-
-    def scaled(cost: LayerCost) -> LayerCost:
-        slow = [
-            AffineCost(fixed_s=4 * c.fixed_s, per_sample_s=4 * c.per_sample_s)
-            for c in (cost.forward, cost.backward)
-        ]
-        return replace(cost, forward=slow[0], backward=slow[1])
-
-    model = ModelCost(
-        layers=tuple(scaled(c) for c in case.model.layers),
-        before=scaled(case.model.before),
-        head=scaled(case.model.head),
-    )
-    links = tuple(
-        tuple(Link(bandwidth_bytes_per_s=w.bandwidth_bytes_per_s / 4, latency_s=w.latency_s * 4) for w in row)
-        for row in case.cluster.links
-    )
-    plan = place(case.model, case.cluster, case.samples)
-    other = place(model, replace(case.cluster, links=links), case.samples)
-    assert [replace(g, total_s=0.0) for g in plan.groups] == [replace(g, total_s=0.0) for g in other.groups]
-    assert other.total_s == pytest.approx(4.0 * plan.total_s)
-
-
 @pytest.mark.parametrize("fits", [math.inf, 0.3])
 def test_a_search_over_more_devices_is_sound_and_repeatable(fits: float) -> None:
     case = large_case(np.random.default_rng(3), 16, 40, fits=fits)
@@ -323,10 +298,3 @@ def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception
     arguments: dict[str, Any] = {"global_batch": 4} | change
     with pytest.raises(error, match=message):
         place(model_of(work(1.0)), cluster_of(Device(name="a")), **arguments)
-
-
-@given(st.integers(1, 50), st.integers(1, 60))
-def test_micro_batches_are_full_but_the_last(samples: int, size: int) -> None:
-    sizes = micro_batches_of(samples, size)
-    assert sum(sizes) == samples and len(sizes) == -(-samples // size)
-    assert all(n == size for n in sizes[:-1]) and 1 <= sizes[-1] <= size

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planning.brute_force import BruteForce
-from benchmarks.planning.cases import large_case, small_case
+from benchmarks.planning.cases import small_case
 from lightning_hetero.solvers import minimax
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.shares import level, share
-from lightning_hetero.solvers.placement.sync import sync_loads_s, sync_s
-from lightning_hetero.types import Cluster, GroupPlan, Link
+from lightning_hetero.solvers.placement.sync import sync_s
+from lightning_hetero.types import GroupPlan
 
 
 @st.composite
@@ -75,19 +75,6 @@ def test_the_time_of_a_pipeline_is_that_of_the_best_micro_batches(
             assert samples <= cost.most
 
 
-def test_between_two_devices_the_loop_shares_the_links() -> None:
-    case = small_case(np.random.default_rng(0), 2, 4, sync=0.0, samples=8)
-    slow = tuple((Link(bandwidth_bytes_per_s=1e6),) * 2 for _ in range(2))
-    cluster = Cluster(devices=case.cluster.devices, links=slow)
-    problem = Problem(case.model, cluster, 8, (1,))
-    group = GroupPlan(ranks=(0, 1), cuts=(0, 2, 4), samples=8, micro_batches=(1,) * 8, depths=())
-    period_s = (case.model.layers[1].output_bytes + case.model.layers[3].output_bytes) / 1e6
-    cost = problem.cost(Pipe((0, 1), (0, 2, 4)))
-    assert cost.bottleneck(1) == pytest.approx(period_s)
-    assert cost.seconds(8) == pytest.approx(evaluate_plan(case.model, cluster, [group]).total_s)
-    assert cost.seconds(8) - cost.seconds(7) == pytest.approx(period_s)
-
-
 @given(placed())
 def test_time_never_falls_and_its_inverse_is_never_too_small(drawn: tuple[Problem, tuple[Pipe, ...]]) -> None:
     problem, pipes = drawn
@@ -124,13 +111,6 @@ def test_shares_are_as_good_as_the_exact_split_of_any_costs(
         assert level(costs, samples) <= time_s * (1.0 + 1e-9)
 
 
-def test_the_level_is_near_where_samples_are_many() -> None:
-    case = large_case(np.random.default_rng(0), 16, 30)
-    problem = Problem(case.model, case.cluster, 4096, (1, 2, 4, 8, 16, 4096))
-    costs = [problem.cost(Pipe((i, i + 1), (0, 12, 30))) for i in range(0, 16, 2)]
-    assert share(costs, 4096)[1] == pytest.approx(level(costs, 4096), rel=5e-3)
-
-
 # ---- synchronisation --------------------------------------------------------------------------------------------
 
 
@@ -139,13 +119,3 @@ def test_synchronisation_is_that_of_each_layers_owners(drawn: tuple[Problem, tup
     problem, pipes = drawn
     plain = BruteForce(problem.model, problem.cluster, problem.samples, problem.sizes)
     assert sync_s(problem, pipes) == pytest.approx(plain.sync_s([(p.ranks, p.cuts) for p in pipes]), rel=1e-9)
-
-
-def test_equal_borders_make_fewer_tuples_of_owners() -> None:
-    case = small_case(np.random.default_rng(2), 4, 6, sync=0.5)
-    links = tuple((Link(latency_s=1.0),) * 4 for _ in range(4))
-    problem = Problem(case.model, Cluster(devices=case.cluster.devices, links=links), 8, (1,))
-    same = [Pipe((0, 1), (0, 3, 6)), Pipe((2, 3), (0, 3, 6))]
-    other = [Pipe((0, 1), (0, 3, 6)), Pipe((2, 3), (0, 4, 6))]
-    assert sync_loads_s(problem, same).tolist() == [2.0, 2.0, 2.0, 2.0]
-    assert sync_loads_s(problem, other).tolist() == [2.0, 4.0, 4.0, 2.0]

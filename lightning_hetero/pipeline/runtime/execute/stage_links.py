@@ -34,7 +34,7 @@ class StageLinks:
     """All links of one rank, made and ended together.
 
     Args:
-        wire: see `StageLink`.
+        wire: see `StageLink`; None: there are no neighbours.
         rank: this process, global.
         peers: its neighbours, global ranks.
         device: of this rank's layers: where received tensors are put.
@@ -45,17 +45,10 @@ class StageLinks:
     """
 
     def __init__(
-        self,
-        wire: dist.ProcessGroup,
-        rank: int,
-        peers: Iterable[int],
-        *,
-        device: torch.device,
-        failures: FailureBoard,
-        timeout_s: float,
-        ways: Mapping[int, DirectWay] | None = None,
+        self, wire: dist.ProcessGroup | None, rank: int, peers: Iterable[int], *, device: torch.device,
+        failures: FailureBoard, timeout_s: float, ways: Mapping[int, DirectWay] | None = None,
         clock: ClockOf = link_clock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._wire, self._rank = wire, rank
         self._watch = NeighbourWatch(wire, failures, timeout_s, rank)
         self._links: dict[int, StageLink] = {}
@@ -83,16 +76,12 @@ class StageLinks:
 
     def times(self) -> list[LinkTime]:
         """Returns what was timed of messages to this rank since it was last asked; nothing of direct ways."""
-        found: list[LinkTime] = []
-        for peer, link in self._links.items():
-            messages, size_bytes, seconds = link.clock.take()
-            if messages:
-                found.append(
-                    LinkTime(
-                        source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds
-                    )
-                )
-        return found
+        taken = {peer: link.clock.take() for peer, link in self._links.items()}
+        return [
+            LinkTime(source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds)
+            for peer, (messages, size_bytes, seconds) in taken.items()
+            if messages
+        ]
 
     def close(self) -> None:
         """Ends the links when all has been sent and the neighbours do the same; they can be waited for. Idempotent.
