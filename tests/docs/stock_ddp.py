@@ -85,13 +85,24 @@ def table() -> str:
         row = {engine: next(iter(cells[what][engine]), "") for engine in ENGINE_NAMES}
         part, _, name = what.partition(": ")
         if any(said.startswith("no") for said in row.values()):
-            rows.append(f"| {name} | " + " | ".join(row.values()) + " |")
+            rows.append(f"| {name} | " + " | ".join(_repeated_once(row)) + " |")
         else:
             tested = ", ".join(engine for engine, said in row.items() if said)
             works[part].append(name if all(row.values()) else f"{name} ({tested})")
     lists = [f"- **{part}**: {'; '.join(names)}." for part, names in works.items()]
     head = "What tests show to work (under all three engines, or those in brackets):"
     return "\n".join([*rows, "", head, "", *lists])
+
+
+def _repeated_once(row: dict[str, str]) -> list[str]:
+    """Returns the cells of a row; a reason that an engine further left has given is not said again."""
+    first: dict[str, str] = {}
+    for engine, said in row.items():
+        first.setdefault(said, engine)
+    return [
+        f"no: as {first[said]}" if said.startswith("no") and first[said] != engine else said
+        for engine, said in row.items()
+    ]
 
 
 def page_with(text: str) -> str:

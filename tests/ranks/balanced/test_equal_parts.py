@@ -212,11 +212,9 @@ def runs() -> list[dict[str, tuple[Any, Any]]]:
     return run_ranks(2, job)
 
 
-@pytest.mark.stock_ddp("data: iterable datasets", "balanced")
-@pytest.mark.stock_ddp("data: loaders that are no DataLoader", "balanced")
+@pytest.mark.stock_ddp("data: iterable datasets, ready batches, loaders that are no DataLoader", "balanced")
 @pytest.mark.stock_ddp("data: DataLoader subclasses that draw by themselves", "balanced")
 @pytest.mark.stock_ddp("data: batch samplers of the user's own", "balanced")
-@pytest.mark.stock_ddp("data: ready batches, DataLoader(batch_size=None)", "balanced")
 @pytest.mark.stock_ddp("data: `training_step(dataloader_iter)`", "balanced")
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_be_divided_trains_as_under_stock_ddp(name: str) -> None:

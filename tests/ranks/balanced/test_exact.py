@@ -115,7 +115,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.stock_ddp("optimization: gradient accumulation, an incomplete last window", "balanced")
+@pytest.mark.stock_ddp("optimization: gradient accumulation", "balanced")
 @pytest.mark.stock_ddp("optimization: gradient clipping by norm and by value", "balanced")
 @pytest.mark.stock_ddp("optimization: manual optimization, several optimizers", "balanced")
 @pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "balanced")

@@ -118,7 +118,7 @@ def type_runs() -> tuple[dict[str, list[Fit]], Weights]:
     return by_name(run_ranks(2, types)), weights(oracle)
 
 
-@pytest.mark.stock_ddp("data: loaders of a class of your own, workers, collate functions", "balanced")
+@pytest.mark.stock_ddp("data: loaders of your own, workers, collate functions", "balanced")
 @pytest.mark.parametrize(
     "name", ["tuple", "dict", "strings", "dataclass", "graph", "subclass", "train_dataloader"]
 )

@@ -108,7 +108,7 @@ PLAN: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.stock_ddp("checkpoints: resuming on another number of devices, also mid-epoch", "balanced")
+@pytest.mark.stock_ddp("checkpoints: resuming on another number of devices", "balanced")
 @pytest.mark.parametrize(("before", "now"), [pytest.param(4, 4, marks=pytest.mark.long), (4, 2), (2, 4)])
 def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
     saved: dict[int, Path], expected: dict[int, Result], before: int, now: int

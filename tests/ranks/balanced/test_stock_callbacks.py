@@ -210,7 +210,7 @@ def tuner_job(rank: int, world: int) -> tuple[float | None, int, str, Weights]:
     )
 
 
-@pytest.mark.stock_ddp("callbacks: learning rate finder", "balanced")
+@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "balanced")
 def test_the_learning_rate_finder_works_and_batch_scaling_is_lightnings_refusal() -> None:
     oracle = Toy()
     single(oracle, regression(SAMPLES), BATCH, max_epochs=2)

@@ -53,7 +53,7 @@ def kept_job(rank: int, world: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.stock_ddp("callbacks: the strategy's numbers stay after the fit", "balanced", "stale", "pipeline")
+@pytest.mark.stock_ddp("callbacks: the strategy's numbers after the fit", "balanced", "stale", "pipeline")
 def test_what_is_asked_after_a_fit_is_what_was_true_in_it() -> None:
     nothing = {"sizes": (None, None), "shares": (0, 0), "ranks": None}
     for ranks in run_ranks(2, kept_job, timeout_s=100.0):

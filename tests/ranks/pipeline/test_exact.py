@@ -59,7 +59,7 @@ def oracle(name: str) -> tuple[Weights, dict[str, float]]:
     return weights(module), {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
-@pytest.mark.stock_ddp("optimization: gradient accumulation, an incomplete last window", "pipeline")
+@pytest.mark.stock_ddp("optimization: gradient accumulation", "pipeline")
 @pytest.mark.stock_ddp("optimization: gradient clipping by norm and by value", "pipeline")
 @pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "pipeline")
 @pytest.mark.stock_ddp("models: parameters that not every loss uses", "pipeline")

@@ -19,10 +19,8 @@ from tests.ranks.pipeline.kit import Deep, pipeline
 from tests.ranks.pipeline.variants import Branched, TwoCalls
 
 
-@pytest.mark.stock_ddp("optimization: communication hooks", "pipeline", refused="there is no all-reduce to hook into")
-@pytest.mark.stock_ddp(
-    "optimization: post-localSGD", "pipeline", refused="ranks drift apart, and their batches are of unequal size"
-)
+@pytest.mark.stock_ddp("optimization: communication hooks", "pipeline", refused="there is no all-reduce")
+@pytest.mark.stock_ddp("optimization: post-localSGD", "pipeline", refused="ranks drift apart")
 @pytest.mark.parametrize(
     ("arguments", "error", "reason"),
     [
@@ -177,25 +175,23 @@ def job(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.stock_ddp(
-    "optimization: ZeRO", "pipeline", refused="each rank has the optimizer's state of its own layers only"
-)
-@pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank holds some of the parameters only")
+@pytest.mark.stock_ddp("optimization: ZeRO", "pipeline", refused="the state is divided already")
+@pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank has its layers'")
 @pytest.mark.stock_ddp(
     "optimization: manual optimization, several optimizers",
     "pipeline",
-    refused="several micro-batches are inside of `training_step` at a time",
+    refused="micro-batches overlap",
 )
 @pytest.mark.stock_ddp(
-    "optimization: a `backward()` of your own", "pipeline", refused="each stage runs a backward pass of its own"
+    "optimization: a `backward()` of your own", "pipeline", refused="each stage has its own"
+)
+@pytest.mark.stock_ddp("models: SyncBatchNorm", "pipeline", refused="ranks are in different layers")
+@pytest.mark.stock_ddp(
+    "data: `training_step(dataloader_iter)`", "pipeline", refused="its batches cannot be weighted"
 )
 @pytest.mark.stock_ddp(
-    "models: SyncBatchNorm", "pipeline", refused="ranks are never in the same layer at the same time"
+    "data: several train loaders", "pipeline", refused="one batch is cut into micro-batches"
 )
-@pytest.mark.stock_ddp(
-    "data: `training_step(dataloader_iter)`", "pipeline", refused="batches it fetches by itself cannot be weighted"
-)
-@pytest.mark.stock_ddp("data: several train loaders", "pipeline", refused="one batch is cut into micro-batches")
 def test_modules_and_trainers() -> None:
     ranks = run_ranks(2, job, timeout_s=100.0)
     for name, (*_, reason) in REFUSED.items():

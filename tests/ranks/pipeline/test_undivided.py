@@ -106,8 +106,8 @@ def job(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.stock_ddp("models: no sequence of layers (any architecture)", "pipeline")
-@pytest.mark.stock_ddp("data: batches of a class of one's own, for a model without layers to divide", "pipeline")
+@pytest.mark.stock_ddp("models: no sequence of layers", "pipeline")
+@pytest.mark.stock_ddp("data: batches of a class of one's own", "pipeline")
 def test_without_layers_the_batch_is_divided() -> None:
     ranks = run_ranks(2, job, timeout_s=120.0)
     for name, (make, _, options) in CASES.items():
@@ -134,9 +134,9 @@ def test_without_layers_the_batch_is_divided() -> None:
 
 
 @pytest.mark.stock_ddp(
-    "models: no sequence of layers, and no device has memory for all of it",
+    "models: no sequence of layers, and too large for a device",
     "pipeline",
-    refused="it would have to be divided",
+    refused="it cannot be divided",
 )
 def test_it_is_refused_where_memory_needs_the_division() -> None:
     ranks = run_ranks(2, job_refused, timeout_s=60.0)

@@ -219,14 +219,11 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.stock_ddp("data: batch samplers of the user's own", "stale", refused="say `batch_sampler=`")
 @pytest.mark.stock_ddp(
-    "data: batch samplers of the user's own", "stale", refused="its batches are not divided sample by sample unasked"
-)
-@pytest.mark.stock_ddp(
-    "data: loaders that are no DataLoader", "stale", refused="their samples have no positions to assign"
-)
-@pytest.mark.stock_ddp(
-    "data: ready batches, DataLoader(batch_size=None)", "stale", refused="a ready batch has no samples to assign"
+    "data: iterable datasets, ready batches, loaders that are no DataLoader",
+    "stale",
+    refused="samples have no positions",
 )
 def test_refusals_say_what_and_why() -> None:
     zero, one = run_ranks(2, refusals)

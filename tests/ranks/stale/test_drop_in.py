@@ -239,13 +239,13 @@ def two_ranks(half: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.stock_ddp("optimization: a fit without optimizer", "stale")
-@pytest.mark.stock_ddp("optimization: a step left out in optimizer_step, or made on the optimizer itself", "stale")
-@pytest.mark.stock_ddp("optimization: manual, every second batch, optimizers at different frequencies", "stale")
-@pytest.mark.stock_ddp("optimization: GradientAccumulationScheduler", "stale")
+@pytest.mark.stock_ddp("optimization: a step left out in optimizer_step", "stale")
+@pytest.mark.stock_ddp("optimization: manual, at different frequencies", "stale")
+@pytest.mark.stock_ddp("callbacks: GradientAccumulationScheduler", "stale")
 @pytest.mark.stock_ddp("callbacks: on_train_batch_start that returns -1", "stale")
 @pytest.mark.stock_ddp("callbacks: ModelCheckpoint every n steps, manual optimization", "stale")
 @pytest.mark.stock_ddp("callbacks: SWA with BatchNorm", "stale")
-@pytest.mark.stock_ddp("callbacks: LearningRateFinder, also in the middle of a fit", "stale")
+@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "stale")
 @pytest.mark.stock_ddp("evaluation: validation inside an accumulation window", "stale")
 @pytest.mark.parametrize("name", CASES)
 def test_counters_and_weights_are_those_of_stock_ddp(name: str) -> None:
@@ -289,7 +289,7 @@ def steps(rank: int, world: int) -> tuple[list[float], list[float], float]:
 
 
 @pytest.mark.stock_ddp(
-    "logging: sync_dist in a step", "stale", refused="the value is the rank's own; over an epoch it is the mean"
+    "logging: `sync_dist=True` in a step", "stale", refused="the rank's own; right over an epoch"
 )
 def test_the_value_of_a_step_is_the_ranks_own() -> None:
     (mine, shown, epoch), (others, shown_there, epoch_there) = run_ranks(2, steps)
@@ -358,7 +358,7 @@ def errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
     return said
 
 
-@pytest.mark.stock_ddp("callbacks: an exception of a callback reaches the caller as it is", "stale")
+@pytest.mark.stock_ddp("callbacks: exceptions reach the caller", "stale")
 def test_an_error_of_the_users_reaches_every_rank_as_it_is() -> None:
     for said in run_ranks(2, errors):
         assert said == {name: (type(make()).__name__, str(make())) for name, (_, _, make) in ERRORS.items()}

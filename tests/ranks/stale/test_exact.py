@@ -163,7 +163,7 @@ def fit(rank: int, world: int, name: str, setting: str) -> Any:
     return weights(module), trainer.global_step, dict(trainer.callback_metrics)
 
 
-@pytest.mark.stock_ddp("optimization: gradient accumulation, an incomplete last window", "stale")
+@pytest.mark.stock_ddp("optimization: gradient accumulation", "stale")
 @pytest.mark.stock_ddp("optimization: gradient clipping by norm and by value", "stale")
 @pytest.mark.stock_ddp("optimization: manual optimization, several optimizers", "stale")
 @pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "stale")

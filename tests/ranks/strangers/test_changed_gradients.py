@@ -164,10 +164,12 @@ def refused(rank: int, world: int, engine: str) -> dict[str, str]:
 @pytest.mark.stock_ddp(
     "hooks: gradients clipped by hand, signs, noise",
     "stale",
-    refused="on a rank they are those of its part of the batch; `clip_gradients` is made in the server",
+    refused="a rank has those of its part; `clip_gradients` works",
 )
 @pytest.mark.stock_ddp(
-    "logging: `torch.distributed` in a step", "stale", refused="ranks do not meet inside a batch"
+    "logging: `self.all_gather`, `torch.distributed` in a step",
+    "stale",
+    refused="ranks do not meet inside a batch",
 )
 def test_what_does_not_add_up_over_parts_is_refused() -> None:
     for said in kit.ends(refused, "stale"):

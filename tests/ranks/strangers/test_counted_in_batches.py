@@ -134,7 +134,7 @@ def counted(rank: int, world: int, engine: str) -> list[Any]:
     return found
 
 
-@pytest.mark.stock_ddp("optimization: limits, intervals and accumulation, counted in batches", "balanced")
+@pytest.mark.stock_ddp("optimization: limits and intervals, counted in batches", "balanced")
 def test_what_is_counted_in_batches_is_as_under_stock_ddp() -> None:
     (ours, other), (stock, _) = kit.ends(counted, "balanced"), kit.ends(counted, "ddp")
     for name, mine, theirs, want in zip(NAMES, ours, other, stock, strict=True):

@@ -110,7 +110,7 @@ def validated(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.found, module.first, float(trained.callback_metrics["mean"])
 
 
-@pytest.mark.stock_ddp("metrics: lists that validation_step fills, read at the epoch's end", "pipeline")
+@pytest.mark.stock_ddp("logging: lists that steps fill, read at the epoch's end", "pipeline")
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_evaluation_steps_leave_on_each_rank_what_they_do_under_ddp(plan: str) -> None:
     for rank, (found, first, mean) in enumerate(ends(validated, "pipeline", plan)):
@@ -175,7 +175,7 @@ def kept(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.mine, module.together, float(trained.callback_metrics["mean"]), every
 
 
-@pytest.mark.stock_ddp("metrics: lists that training_step fills, read at the epoch's end", "pipeline")
+@pytest.mark.stock_ddp("logging: lists that steps fill, read at the epoch's end", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "led by rank 1"])
 def test_lists_of_training_steps_are_shared_out_at_the_epochs_end(plan: str) -> None:
     for mine, together, mean, every in ends(kept, "pipeline", plan):
@@ -242,10 +242,14 @@ def trained(rank: int, world: int, engine: str, module: Any, plan: str = "plan")
 
 
 @pytest.mark.stock_ddp(
-    "models: training_step counts its own calls", "pipeline", refused="it runs once per micro-batch; count in a hook"
+    "models: training_step counts its own calls",
+    "pipeline",
+    refused="it runs once per micro-batch; count in a hook",
 )
 @pytest.mark.stock_ddp(
-    "metrics: `outputs` of on_train_batch_end besides the loss", "pipeline", refused="on one rank of each group"
+    "logging: `outputs` of on_train_batch_end besides the loss",
+    "pipeline",
+    refused="on one rank of each group",
 )
 @pytest.mark.stock_ddp(
     "models: more calls of the layers in later epochs", "pipeline", refused="unless `backbone_calls` says it"
@@ -368,7 +372,7 @@ def searched(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.lr, fits.global_step
 
 
-@pytest.mark.stock_ddp("callbacks: LearningRateFinder, also in the middle of a fit", "pipeline")
+@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "measured"])
 def test_a_learning_rate_finder_among_the_callbacks(plan: str) -> None:
     (rate, steps), other = ends(searched, "pipeline", plan)

@@ -109,7 +109,7 @@ def means(rank: int, world: int, engine: str, pieces: bool) -> dict[str, dict[st
     return found
 
 
-@pytest.mark.stock_ddp("logging: means of an epoch, whatever is the first dimension of a batch", "balanced", "stale")
+@pytest.mark.stock_ddp("logging: means of an epoch, which count each sample once", "balanced", "stale")
 @pytest.mark.parametrize("engine", ["balanced", "stale", "in pieces"])
 def test_means_of_an_epoch_count_samples(engine: str) -> None:
     right = sum(i * i for i in range(SAMPLES)) / SAMPLES

@@ -264,7 +264,7 @@ def kept_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {"told": told}
 
 
-@pytest.mark.stock_ddp("logging: MetricCollection, MetricTracker, metrics of one's own and computed by hand",
+@pytest.mark.stock_ddp("logging: MetricCollection, MetricTracker, metrics of one's own",
                        "balanced", "stale", "pipeline")  # fmt: skip
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [collection, computed_by_hand, tracked, ignored_nan, own_metric])

@@ -443,7 +443,7 @@ def test_gradient_penalty(engine: str) -> None:
 
 
 @pytest.mark.stock_ddp("optimization: penalties on gradients, create_graph", "pipeline",
-                       refused="layers are on several ranks")  # fmt: skip
+                       refused="they are on several ranks")  # fmt: skip
 def test_gradient_penalty_in_a_pipeline() -> None:
     assert "torch.autograd.grad cannot go through it" in refusal(gradient_penalty, "pipeline")
 
@@ -455,8 +455,7 @@ def test_manual(situation: Any, engine: str) -> None:
     right(situation, engine)
 
 
-@pytest.mark.stock_ddp("models: hooks of parameters and layers, weight_norm, learned weights of losses",
-                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.stock_ddp("models: weight_norm, learned weights of losses", "balanced", "stale", "pipeline")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("situation", "how"),
@@ -489,7 +488,7 @@ def test_lookahead(engine: str) -> None:
     right_or_refused(lookahead, engine)
 
 
-@pytest.mark.stock_ddp("optimization: LARS, Adafactor, restarts by fractions of an epoch, two schedulers by group",
+@pytest.mark.stock_ddp("optimization: LARS, Adafactor, restarts, two schedulers",
                        "balanced", "stale", "pipeline")  # fmt: skip
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
@@ -511,7 +510,7 @@ def test_state_made_anew(situation: Any, how: list[Any], engine: str) -> None:
 
 
 @pytest.mark.stock_ddp("optimization: state or optimizer made anew in mid-fit", "stale",
-                       refused="the parameter server has both")  # fmt: skip
+                       refused="the server has it")  # fmt: skip
 @pytest.mark.parametrize(("situation", "how"), [*OTHERS])
 def test_other_optimizers_are_refused(situation: Any, how: list[Any]) -> None:
     assert "was given other optimizers" in refusal(situation, "stale", *how)

@@ -509,8 +509,7 @@ def validated_in_a_hook(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {"told": told}
 
 
-@pytest.mark.stock_ddp("models: frozen BatchNorm by train(), checkpointed layers, heads by epoch",
-                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.stock_ddp("models: frozen BatchNorm, checkpointed layers", "balanced", "stale", "pipeline")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("situation", "how"),
@@ -525,16 +524,14 @@ def test_layers(situation: Any, how: list[Any], engine: str) -> None:
     right(situation, engine, *how)
 
 
-@pytest.mark.stock_ddp(
-    "models: buffers set in hooks, also those outside of checkpoints", "balanced", "pipeline"
-)
+@pytest.mark.stock_ddp("models: buffers set in hooks", "balanced", "pipeline")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [weights_of_classes, buffer_outside_of_checkpoints])
 def test_buffers_set_in_hooks(situation: Any, engine: str) -> None:
     (right if engine != "stale" else right_or_refused)(situation, engine)
 
 
-@pytest.mark.stock_ddp("models: counts, sums and running means kept by steps", "balanced", "stale")
+@pytest.mark.stock_ddp("models: counts and sums kept by steps", "balanced", "stale")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [counted_confusion, loss_on_the_module, moving_loss_in_a_buffer])
 def test_kept_by_steps(situation: Any, engine: str) -> None:
@@ -554,14 +551,14 @@ def test_what_of_a_checkpoint_is_on_rank_0_only_is_told_elsewhere() -> None:
 
 
 @pytest.mark.stock_ddp(
-    "evaluation: test, validate and predict of the best checkpoint", "balanced", "stale", "pipeline"
+    "evaluation: validate, test, predict of the best checkpoint", "balanced", "stale", "pipeline"
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_best_of_a_fit(engine: str) -> None:
     right(best_of_a_fit, engine, tolerance=1e-7)
 
 
-@pytest.mark.stock_ddp("data: WeightedRandomSampler with other weights per epoch, padded sequences, persistent workers",
+@pytest.mark.stock_ddp("data: WeightedRandomSampler, padded sequences, persistent workers",
                        "balanced", "stale", "pipeline")  # fmt: skip
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
@@ -581,7 +578,7 @@ def test_views(engine: str, before: bool) -> None:
         right(views_after_transfer, engine, before)
 
 
-@pytest.mark.stock_ddp("data: iterable datasets with a length, divided by the user", "balanced")
+@pytest.mark.stock_ddp("data: iterable datasets divided by the user", "balanced")
 def test_stream_with_a_length() -> None:
     right(stream_with_a_length, "balanced")
 

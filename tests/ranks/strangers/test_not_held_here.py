@@ -266,7 +266,7 @@ def averaged(rank: int, world: int, engine: str, moved: bool) -> tuple[float, in
     return max(float((one[key] - two[key]).abs().max()) for key in one), len(script.withdrawn)
 
 
-@pytest.mark.stock_ddp("callbacks: averages of the weights by hand, in a copy made in on_fit_start", "pipeline")
+@pytest.mark.stock_ddp("callbacks: averages of weights in a copy made in on_fit_start", "pipeline")
 def test_an_average_by_hand_is_right_and_whole_in_checkpoints_and_keeps_the_layers_where_they_are() -> None:
     assert all(off <= EXACT and not withdrawn for off, withdrawn in ends(averaged, "pipeline", False))
     moved = ends(averaged, "pipeline", True)
@@ -539,12 +539,20 @@ def refused(rank: int, world: int, engine: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.stock_ddp("hooks: values of all weights read or mixed", "pipeline", refused="each rank holds its layers'")
-@pytest.mark.stock_ddp("models: a teacher averaged from the layers", "pipeline", refused="the layers are elsewhere")
-@pytest.mark.stock_ddp("models: a penalty on all weights in the loss", "pipeline", refused="use weight_decay")
-@pytest.mark.stock_ddp("models: features kept by forward hooks", "pipeline", refused="they are where the layer is")
-@pytest.mark.stock_ddp("optimization: closures called twice, as by SAM", "pipeline", refused="one pass per step")
-@pytest.mark.stock_ddp("optimization: norms over all parameters in an optimizer", "pipeline", refused="each has a part")
+@pytest.mark.stock_ddp(
+    "models: norms in an optimizer, penalties, other values of all weights",
+    "pipeline",
+    refused="each rank has its layers'",
+)
+@pytest.mark.stock_ddp(
+    "models: a teacher or moving target averaged from the layers",
+    "pipeline",
+    refused="they are on several ranks",
+)
+@pytest.mark.stock_ddp("models: what forward hooks keep", "pipeline", refused="it is where the layer is")
+@pytest.mark.stock_ddp(
+    "optimization: closures called several times per step (SAM)", "pipeline", refused="one pass per step"
+)
 @pytest.mark.stock_ddp("callbacks: ModelPruning", "pipeline", refused="it compares all weights")
 def test_what_needs_parameters_of_another_rank_is_refused_by_name(kind: str) -> None:
     said = refusal(refused, "pipeline", kind)

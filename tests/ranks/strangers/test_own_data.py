@@ -158,7 +158,9 @@ def test_a_part_of_the_data_by_rank_stays_there(situation: Any) -> None:
     assert [f["seen"] for f in ends(situation, "balanced")] == [f["seen"] for f in want]
 
 
-@pytest.mark.stock_ddp("data: another order of the files on each rank", "stale", "pipeline", refused="with the sample")
+@pytest.mark.stock_ddp(
+    "data: another order of the files on each rank", "stale", "pipeline", refused="names the sample"
+)
 def test_another_order_on_each_rank_is_said() -> None:
     facts = ends(unseeded_split, "balanced")[0]
     assert len(facts["told"]) == 1 and "trained twice" in facts["told"][0]

@@ -75,7 +75,7 @@ def trained(rank: int, world: int, engine: str, make: type[Plain], unused: bool)
     return kit.difference(module, one)
 
 
-@pytest.mark.stock_ddp("optimization: manual, with loss.backward() (stock DDP: ranks part ways)", "balanced")
+@pytest.mark.stock_ddp("optimization: manual, with loss.backward()", "balanced")
 @pytest.mark.parametrize(("make", "unused"), [(Plain, False), (Summed, False), (Parts, True)])
 def test_ranks_train_together(make: type[Plain], unused: bool) -> None:
     assert max(kit.ends(trained, "balanced", make, unused)) < 1e-12

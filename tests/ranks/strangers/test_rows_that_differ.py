@@ -62,7 +62,10 @@ def state_between_batches(rank: int, world: int, engine: str, equal: bool) -> in
 
 
 @pytest.mark.stock_ddp(
-    "modules: a state for each row, kept from batch to batch", "stale", "pipeline", refused="batches differ in rows"
+    "models: a state for each row, kept from batch to batch",
+    "stale",
+    "pipeline",
+    refused="batches differ in rows",
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_state_kept_by_row_is_refused_with_the_way_out(engine: str) -> None:
@@ -70,7 +73,7 @@ def test_a_state_kept_by_row_is_refused_with_the_way_out(engine: str) -> None:
     assert "strategy='hetero_balanced' as LoadBalancedStrategy(rebalance=False)" in told
 
 
-@pytest.mark.stock_ddp("modules: a state for each row, kept from batch to batch, with `rebalance=False`", "balanced")
+@pytest.mark.stock_ddp("models: a state for each row, with `rebalance=False`", "balanced")
 def test_a_state_kept_by_row_trains_with_equal_parts() -> None:
     assert ends(state_between_batches, "balanced", True) == [8, 8]
 
@@ -158,6 +161,6 @@ def two_loaders(rank: int, world: int, engine: str) -> dict[str, Any]:
     return module.seen
 
 
-@pytest.mark.stock_ddp("data: loaders of unlike batch sizes side by side", "balanced")
+@pytest.mark.stock_ddp("data: loaders of unlike batch sizes", "balanced")
 def test_bounds_are_of_the_largest_loaders_batches() -> None:
     assert ends(two_loaders, "balanced") == [{"a": [12, 12], "b": [6, 6]}, {"a": [4, 4], "b": [2, 2]}]
