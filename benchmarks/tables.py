@@ -103,9 +103,9 @@ def balanced(results: Results) -> str:
     after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
-        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step of ours over"
+        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step of ours"
+        f" over stock DDP's of {steps_ms} ms is {' and '.join(pairs)}; exchange and decision cost"
         f" {critical_us:.0f} us.",
-        f" stock DDP's of {steps_ms} ms is {' and '.join(pairs)}; exchange and decision cost {critical_us:.0f} us.",
     )
 
 
