@@ -18,8 +18,8 @@ from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/stale_policies.md",
-         "docs/theory/federated.md", "docs/reference/faults.md")  # fmt: skip
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale_policies.md", "docs/theory/federated.md",
+         "docs/reference/faults.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -83,25 +83,28 @@ def balanced(results: Results) -> str:
         bias = results.text(f"{case}: static uneven sampler, unweighted: relative gradient error", "{:.2f}")
         rows.append([
             case,
-            f"{results[f'{case}: stock DDP step']:.0f} ms",
-            f"{results[f'{case}: our step']:.0f} ms",
+            f"{results[f'{case}: stock DDP step']:.0f} / {results[f'{case}: our step']:.0f}",
             f"{results[f'{case}: speed-up over DDP']:.2f}x",
             results.text(f"{case}: time saved over DDP, whole run", "{:.0f} %"),
             f"{results[f'{case}: fraction of ideal, gross']:.2f} / {results[f'{case}: fraction of ideal, net']:.2f}",
             f"{results[f'{case}: relative gradient error, first step']:.0e} / {bias}",
         ])  # fmt: skip
-    head = ["emulated devices", "DDP step", "ours", "speed-up", "time saved, whole run", "of the ideal, gross / net",
-            "gradient error: ours / static unweighted split"]  # fmt: skip
+    head = ["emulated devices", "step in ms, DDP / ours", "speed-up", "time saved, whole run",
+            "of the ideal, gross / net", "gradient error: ours / static unweighted split"]  # fmt: skip
     (swapped,) = results.cases(": steps to 5% of ideal after swap")
-    equal = [f"{results[f'{case}: ours / DDP']:.2f} times ({case})" for case in results.cases(": ours / DDP")]
+    equal: dict[str, list[tuple[str, str]]] = {}
+    for case in results.cases(": ours / DDP"):  # "2 equal ranks, 3 ms steps of stock DDP"
+        ranks, _, step = case.removesuffix(" ms steps of stock DDP").partition(" equal ranks, ")
+        equal.setdefault(ranks, []).append((step, f"{results[f'{case}: ours / DDP']:.2f}"))
+    pairs = [f"{', '.join(ratio for _, ratio in ranks)} ({n} ranks)" for n, ranks in equal.items()]
+    steps_ms = ", ".join(step for step, _ in next(iter(equal.values())))
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
     critical_us = results["exchange + decision on the critical path, 4 ranks, gloo"]
     after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
-        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step takes,"
-        f" compared to stock DDP's, {', '.join(equal)}; exchange and decision cost {critical_us:.0f} us of the critical"
-        " path.",
+        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step of"
+        f" ours over stock DDP's of {steps_ms} ms is {' and '.join(pairs)}; exchange and decision cost {critical_us:.0f} us.",
     )
 
 
@@ -113,18 +116,21 @@ def stale(results: Results) -> str:
         "spells": "slow spells (6x slower, a quarter of the time)",
         "one killed": "one rank killed half-way",
     }
+    ours = [row for row in results.raw["real"] if row["engine"] == "flexible"]
     rows = []
     for cluster in dict.fromkeys(row["cluster"] for row in results.raw["real"]):
         cells = [
             [results.text(f"real, {task}, {cluster}: {what}", "{:.2f}") for task in tasks]
             for what in ("time to DDP", "time to balanced", "final loss to DDP's")
         ]
+        late = [f"{100 * row['stale_fraction']:.0f} %" for row in ours if row["cluster"] == cluster]
         words = ["DDP's job ends; ours ends its schedule on the other three", "", ""]
         known = cells[0] != [DASH, DASH]
-        rows.append([names.get(cluster, cluster), *([" / ".join(pair) for pair in cells] if known else words)])
+        ratios = [" / ".join(pair) for pair in cells] if known else words
+        rows.append([names.get(cluster, cluster), *ratios, " / ".join(late)])
     head = ["emulated devices", "`hetero_stale`: time to DDP, digits CNN / transformer", "to `hetero_balanced`",
-            "final loss to DDP"]  # fmt: skip
-    oldest = max(row["max_staleness"] for row in results.raw["real"] if row["engine"] == "flexible")
+            "final loss to DDP", "stale samples"]  # fmt: skip
+    oldest = max(row["max_staleness"] for row in ours)
     losses = [results[f"{case}: final loss to DDP's"] for case in results.cases(": final loss to DDP's")
               if case.startswith("simulated")]  # fmt: skip
     return _joined(
@@ -135,28 +141,6 @@ def stale(results: Results) -> str:
     )
 
 
-def stale_real(results: Results) -> str:
-    """Of docs/theory/stale.md: real processes."""
-    every = {(row["task"], row["cluster"], row["engine"]): row for row in results.raw["real"]}
-    rows = []
-    for (task, cluster, engine), row in every.items():
-        if engine != "flexible":
-            continue
-        ddp = every.get((task, cluster, "ddp"))
-        ratios = [row["to_ddp"], row["to_balanced"], row["loss_to_ddp"]]
-        rows.append([
-            task,
-            cluster,
-            "ends" if ddp is None else f"{ddp['fit_s']:.1f} s",
-            f"{row['fit_s']:.1f} s",
-            *(DASH if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-            f"{100 * row['stale_fraction']:.0f} %, {row['max_staleness']}",
-        ])  # fmt: skip
-    head = ["task", "devices", "stock DDP", "ours", "time to DDP", "to the balanced engine", "final loss to DDP",
-            "stale samples, most versions"]  # fmt: skip
-    return _table(head, rows)
-
-
 def pipeline(results: Results) -> str:
     """Of docs/benchmarks.md: every scenario."""
     rows = []
@@ -164,13 +148,13 @@ def pipeline(results: Results) -> str:
         groups, saved = results.starting(f"{case}: less time than the best even pipeline (even, ")
         rows.append([
             case,
-            f"{results[f'{case}: our step']:.0f} ms",
+            f"{results[f'{case}: our step']:.0f}",
             f"{saved:.0f} % ({groups.rstrip(')')})",
             results.text(f"{case}: less time than the even chain", "{:.0f} %"),
             results.text(f"{case}, Lightning: less time than stock DDP", "{:.0f} %"),
             f"{results[f'{case}: modelled / measured']:.2f}",
         ])  # fmt: skip
-    head = ["emulated devices, model", "our step", "less than the best even pipeline", "less than the even chain",
+    head = ["emulated devices, model", "our step, ms", "less than the best even pipeline", "less than the even chain",
             "less than stock DDP", "modelled / measured"]  # fmt: skip
     return _table(head, rows)
 
@@ -211,9 +195,9 @@ def predictions(results: Results) -> str:
     loads = results.raw["load_before"]
     return _joined(
         _table(["predicted / measured", *kinds.values()], rows),
-        f"Medians over the models, in brackets the least and the greatest of them; {len(loads)} starts of everything, a"
-        f" core for each of two ranks. The load average was {_span(loads, '{:.0f}')} when they began: above two, other"
-        " programs lengthen steps, which the wall clock counts and the processor time does not.",
+        f"Medians over the models (least to greatest); {len(loads)} starts of everything, a core for each of two ranks."
+        f" The load average was {_span(loads, '{:.0f}')} when they began: above two, other programs lengthen steps by"
+        " the wall clock.",
     )
 
 
@@ -245,8 +229,8 @@ def overview(results: Results) -> str:
         one = results.other(name)
         goals = [figure["holds"] for figure in one.rows if figure["holds"] is not None]
         held = f"{sum(goals)} of {len(goals)}" if goals else DASH
-        rows.append([f"[{one.title}](../benchmarks/{name}/results.md)", f"`{one.command}`", held])
-    return _table(["benchmark", "command", "goals held"], rows)
+        rows.append([f"[{name}](../benchmarks/{name}/results.md)", one.title, held])
+    return _table(["NAME", "benchmark", "goals held"], rows)
 
 
 def _with_goals(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -264,17 +248,15 @@ def _values(figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def missed(results: Results) -> str:
-    """Of docs/benchmarks.md: what does not hold its goal, by benchmark and kind of figure."""
-    rows = []
+    """Of docs/benchmarks.md: a list of what does not hold its goal, by benchmark and kind of figure."""
+    lines = []
     for name in measured(results.root):
+        behind = []
         for (kind, goal), figures in _with_goals(results.other(name)).items():
-            if behind := [figure for figure in figures if not figure["holds"]]:
-                rows.append([name, kind, goal, f"{len(behind)} of {len(figures)}", _values(behind)])
-    return _table(["benchmark", "figure", "goal", "missed", "values that miss it"], rows)
-
-
-def _pictured(results: Results, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return _joined(_table(head, rows)) + f"\n\n![{results.title}](pictures/{results.name}.svg)"
+            if late := [figure for figure in figures if not figure["holds"]]:
+                behind.append(f"{kind} ({goal}): {_values(late)}, {len(late)} of {len(figures)}")
+        lines += [f"- **{name}**: {'; '.join(behind)}."] if behind else []
+    return "\n".join(lines)
 
 
 def peers(results: Results) -> str:
@@ -285,14 +267,7 @@ def peers(results: Results) -> str:
         found.setdefault(row["peer"], {})[row["cluster"]] = "not reached" if ratio is None else f"{ratio:.2f}"
     clusters = list(dict.fromkeys(row["cluster"] for row in results.raw["rows"]))
     rows = [[peer, *(told.get(cluster, DASH) for cluster in clusters)] for peer, told in found.items()]
-    return _pictured(results, ["time to the same validation loss, over stock DDP's", *clusters], rows)
-
-
-def ablation(results: Results) -> str:
-    """Of docs/benchmarks.md: what the default predictor and policy are held to."""
-    rows = [[kind, goal, f"{sum(figure['holds'] for figure in figures)} of {len(figures)}", _values(figures)]
-            for (kind, goal), figures in _with_goals(results).items()]  # fmt: skip
-    return _pictured(results, ["figure", "goal", "held", "values"], rows)
+    return _table(["time to the same validation loss, over stock DDP's", *clusters], rows)
 
 
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
@@ -302,13 +277,11 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "missed": ("balanced", missed),
     "balanced": ("balanced", balanced),
     "stale": ("stale", stale),
-    "stale real": ("stale", stale_real),
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
     "predictions": ("planning_real", predictions),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
-    "ablation": ("ablation", ablation),
     "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),

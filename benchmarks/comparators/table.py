@@ -32,15 +32,16 @@ def table_of(results: Results) -> str:
     for model in dict.fromkeys(row["model"] for row in results.raw["rows"]):
         rows = rows_of(results, model)
         cases = list(dict.fromkeys(case for case, _ in rows))
-        head = [model, *(f"{CLUSTERS[case]}: {what}" for case in cases for what in ("time", "final loss"))]
+        head = [model, *(f"{CLUSTERS[case]}: time, final loss" for case in cases)]
         lined = [head, ["---"] * len(head)]
         for policy in dict.fromkeys(policy for _, policy in rows):
             cells = [NAMES[policy]]
             for case in cases:
                 row = rows[case, policy]
                 time = row["target_to_ddp"]
-                cells.append(DASH if time is None else f"{time:.2f}")
-                cells.append(f"{row['loss_to_ddp']:.2f}" + (f" +- {row['error']:.2f}" if row["error"] else ""))
+                reached = DASH if time is None else f"{time:.2f}"
+                error = f" +- {row['error']:.2f}" if row["error"] else ""
+                cells.append(f"{reached}, {row['loss_to_ddp']:.2f}{error}")
             lined.append(cells)
         parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lined))
     return "\n\n".join(parts)

@@ -40,8 +40,8 @@ def _timed(said: str, rows: Sequence[Row]) -> str:
 
 
 def hook_table(results: Results) -> str:
-    """Returns a row per engine: how many places of a user's code were tried, and the worst end."""
-    lines = []
+    """Returns a row per outcome, with its engines: how many places of a user's code were tried, and the worst end."""
+    engines: dict[tuple[str, ...], list[str]] = {}
     hooks = [row for row in _rows(results) if _is_hook(row)]
     for engine in dict.fromkeys(row["engine"] for row in hooks):
         mine = [row for row in hooks if row["engine"] == engine]
@@ -49,7 +49,8 @@ def hook_table(results: Results) -> str:
         worst = max(holds, key=lambda row: row["seconds"])
         place = worst["fault"].removeprefix(_HOOK)
         slowest = f"{worst['seconds']:.0f} s (`{place}`)"
-        lines.append([engine, str(len(mine)), str(len(holds)), slowest])
+        engines.setdefault((str(len(mine)), str(len(holds)), slowest), []).append(engine)
+    lines = [[", ".join(names), *cells] for cells, names in engines.items()]
     return _table(["engine", "places tried", "of these ended as they should", "slowest"], lines)
 
 
