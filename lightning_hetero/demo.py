@@ -30,21 +30,21 @@ VOCABULARY = len(ALPHABET) + 1  # the last id stands for every other character
 class _TensorData(LightningDataModule):
     """Loaders of two datasets of tensors, which ``setup`` makes once."""
 
-    def __init__(self, batch_size: int, num_workers: int) -> None:
+    def __init__(self, batch_size: int) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1 (samples per device)")
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size = batch_size
         self.train: TensorDataset | None = None
         self.val: TensorDataset | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.train is not None, "call setup() first"
-        return DataLoader(self.train, self.batch_size, shuffle=True, num_workers=self.num_workers)
+        return DataLoader(self.train, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         assert self.val is not None, "call setup() first"
-        return DataLoader(self.val, self.batch_size, num_workers=self.num_workers)
+        return DataLoader(self.val, self.batch_size)
 
 
 class DigitsData(_TensorData):
@@ -55,27 +55,23 @@ class DigitsData(_TensorData):
     Args:
         batch_size: samples per device; the global batch is this times the number of devices.
         val_samples: images held out for validation, in [1, 1796].
-        split_seed: of the split, the same for every run.
-        num_workers: loader processes per device.
 
     Raises:
         ValueError: an argument is out of range.
         ModuleNotFoundError: (in ``setup``) scikit-learn, which holds the images, is not installed.
     """
 
-    def __init__(
-        self, *, batch_size: int = 16, val_samples: int = 357, split_seed: int = 0, num_workers: int = 0
-    ) -> None:
-        super().__init__(batch_size, num_workers)
+    def __init__(self, *, batch_size: int = 16, val_samples: int = 357) -> None:
+        super().__init__(batch_size)
         if not 1 <= val_samples < TOTAL_SAMPLES:
             raise ValueError(f"val_samples={val_samples} must be in [1, 1796] (digits has 1797 samples)")
-        self.val_samples, self.split_seed = val_samples, split_seed
+        self.val_samples = val_samples
 
     def setup(self, stage: str) -> None:
         del stage
         if self.train is None:
             images, labels = load_digits_tensors()
-            order = torch.from_numpy(np.random.default_rng(self.split_seed).permutation(len(labels)))
+            order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
             val, train = order[: self.val_samples], order[self.val_samples :]
             self.train = TensorDataset(images[train], labels[train])
             self.val = TensorDataset(images[val], labels[val])
@@ -86,31 +82,18 @@ class DigitsClients(DigitsData):
 
     Args:
         alpha: concentration of the Dirichlet distribution of labels; small: few digits per client, > 0.
-        partition_seed: of the partition, the same for every run.
-        batch_size, val_samples, split_seed, num_workers: see `DigitsData`.
+        batch_size, val_samples: see `DigitsData`.
     """
 
-    def __init__(
-        self,
-        *,
-        batch_size: int = 16,
-        alpha: float = 0.3,
-        partition_seed: int = 0,
-        val_samples: int = 357,
-        split_seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(
-            batch_size=batch_size, val_samples=val_samples, split_seed=split_seed, num_workers=num_workers
-        )
-        self.alpha, self.partition_seed = alpha, partition_seed
+    def __init__(self, *, batch_size: int = 16, alpha: float = 0.3, val_samples: int = 357) -> None:
+        super().__init__(batch_size=batch_size, val_samples=val_samples)
+        self.alpha = alpha
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.train is not None and self.trainer is not None, "call setup() first"
         labels, world = self.train.tensors[1].tolist(), self.trainer.world_size
-        parts = partition_by_labels(labels, world, alpha=self.alpha, least=self.batch_size, seed=self.partition_seed)
-        mine = Subset(self.train, parts[self.trainer.global_rank])
-        return DataLoader(mine, self.batch_size, shuffle=True, num_workers=self.num_workers)
+        parts = partition_by_labels(labels, world, alpha=self.alpha, least=self.batch_size, seed=0)
+        return DataLoader(Subset(self.train, parts[self.trainer.global_rank]), self.batch_size, shuffle=True)
 
 
 class DigitsCNN(LightningModule):
@@ -189,18 +172,12 @@ class TopicsText(_TensorData):
         batch_size: windows per device; the global batch is this times the number of devices.
         block_size: characters per window, L.
         max_train_windows: use only the first so many training windows; None for all.
-        num_workers: loader processes per device.
     """
 
     def __init__(
-        self,
-        *,
-        batch_size: int = 8,
-        block_size: int = 64,
-        max_train_windows: int | None = None,
-        num_workers: int = 0,
+        self, *, batch_size: int = 8, block_size: int = 64, max_train_windows: int | None = None
     ) -> None:
-        super().__init__(batch_size, num_workers)
+        super().__init__(batch_size)
         self.block_size, self.max_train_windows = block_size, max_train_windows
 
     def setup(self, stage: str) -> None:

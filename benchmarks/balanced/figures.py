@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.balanced.cases import Case, EqualCase
 from benchmarks.steps import percentile
+from lightning_hetero import Scenario
 
 Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
@@ -22,13 +24,29 @@ def figure(name: str, value: float, unit: str, *, least: float | None = None, mo
     return {"name": name, "value": value, "unit": unit, "goal": goal, "holds": holds}
 
 
+def ideal_step_s(scenario: Scenario, world_size: int, global_batch: int, step: int = 0) -> float:
+    """Returns the least time of a step over all fractional splits of the global batch [s], no jitter.
+
+    With a: sample_s, c: step_s, v: speed, n: world_size, B: global_batch that is max(max_i c / v_i, (a B + n c) /
+    sum_i v_i): no rank has a cap of memory.
+    """
+    speeds, a, c = [scenario.speed(r, step) for r in range(world_size)], scenario.sample_s or 0.0, scenario.step_s
+    return max(c / min(speeds), (a * global_batch + world_size * c) / math.fsum(speeds))
+
+
+def even_step_s(scenario: Scenario, world_size: int, global_batch: int, step: int = 0) -> float:
+    """Returns the time of a step if every rank gets global_batch / world_size samples [s], no jitter."""
+    slowest = min(scenario.speed(r, step) for r in range(world_size))
+    return (scenario.step_s + (scenario.sample_s or 0.0) * global_batch / world_size) / slowest
+
+
 def makespans(case: Case, samples: Sequence[Sequence[int]]) -> list[float]:
     """Modelled time of each step on the samples the ranks really got, over the ideal of that step."""
     plain = case.scenario.jittered(0.0)
     out: list[float] = []
     for step, shares in enumerate(samples):
         slowest = max(plain.work_s(rank, step, n) for rank, n in enumerate(shares))
-        out.append(slowest / plain.ideal_step_s(case.world_size, case.global_batch, step))
+        out.append(slowest / ideal_step_s(plain, case.world_size, case.global_batch, step))
     return out
 
 
@@ -62,8 +80,8 @@ def summarize(case: Case, raw: Mapping[str, Any], goals: bool, cores: int) -> li
     end = case.swap_at or case.steps
     steady = slice(min(SETTLED, end // 2), end)
     at = range(*steady.indices(case.steps))
-    ideal_s = statistics.fmean(plain.ideal_step_s(case.world_size, case.global_batch, step) for step in at)
-    even_s = statistics.fmean(plain.even_step_s(case.world_size, case.global_batch, step) for step in at)
+    ideal_s = statistics.fmean(ideal_step_s(plain, case.world_size, case.global_batch, step) for step in at)
+    even_s = statistics.fmean(even_step_s(plain, case.world_size, case.global_batch, step) for step in at)
     ddp, ours = raw["ddp"]["steps_s"], raw["ours"]["steps_s"]
     ddp_s, ours_s = over_runs(case, ddp, steady), over_runs(case, ours, steady)
     cost_s = max(0.0, ddp_s - even_s)  # what a step of stock DDP costs beyond its own theory

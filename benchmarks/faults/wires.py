@@ -23,7 +23,6 @@ from lightning_hetero.transport.base import (
     Happened,
     Joined,
     LeftBehindError,
-    Listener,
     Reply,
     Request,
     ServerLostError,
@@ -209,7 +208,7 @@ def _words(event: Happened) -> str:
     return f" {r.kind.name} epoch {r.epoch} tick {r.tick} substep {r.substep} lease {r.lease} samples {r.samples}"
 
 
-class MemoryListener(Listener):
+class MemoryListener:
     """The server's end.
 
     Args:
@@ -220,7 +219,6 @@ class MemoryListener(Listener):
     def __init__(self, wires: Wires, lag_s: Callable[[], float]) -> None:
         self._wires, self._lag_s = wires, lag_s
         self.ranks = frozenset(wires.slots)
-        self._woken = False
 
     def events(self, timeout_s: float | None) -> list[Happened]:
         wires = self._wires
@@ -228,17 +226,12 @@ class MemoryListener(Listener):
         assert process is not None
         until_s = math.inf if timeout_s is None else world.now_s + timeout_s
         process.sleep(self._lag_s())
-        while not wires.queue and not self._woken:
+        while not wires.queue:
             process.wait(until_s)
             if world.now_s >= until_s:
                 break
-        events, wires.queue, self._woken = wires.queue, [], False
+        events, wires.queue = wires.queue, []
         return events
-
-    def wake(self) -> None:
-        self._woken = True
-        if self._wires.server is not None:
-            self._wires.server.wake()
 
     def reply(self, rank: int, reply: Reply) -> None:
         self._wires.note("server", f"-> {rank} {reply.kind.name} tick {reply.tick} version {reply.version}"
@@ -279,7 +272,7 @@ class MemoryLink(WorkerLink):
         self._wires.point(self.rank, "slot")
 
     def ready(self, start: int, stop: int) -> None:
-        self._check_inside(start, stop)
+        pass
 
     def close_slot(self) -> int:
         return self._slot.close()

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.balanced.cases import Case, unequal_cases
+from benchmarks.balanced.figures import ideal_step_s
 from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Line, Span, lines, rank_kind, time_lines
@@ -80,7 +81,7 @@ def shares(results: Results) -> Picture:
     words = [WORDS[speed] for speed in case.scenario.speeds]
     named = [(rank_kind(rank), f"{first}, then {then}") for rank, (first, then) in enumerate(
         zip(words, reversed(words), strict=True))]  # fmt: skip
-    ideal_ms = 1e3 * case.scenario.ideal_step_s(case.world_size, case.global_batch)
+    ideal_ms = 1e3 * ideal_step_s(case.scenario, case.world_size, case.global_batch)
     right = results[f"{SWAPPED}: steps to 5% of ideal after swap"]
     return Picture(
         title=f"{right:.0f} steps after speeds are reversed, shares fit again",

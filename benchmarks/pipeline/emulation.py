@@ -1,6 +1,6 @@
 """Emulated time inside a part of a model, for engines that know of no emulation (layer T).
 
-Our strategy lets a rank sleep after each computation (`lightning_hetero.emulate.pace`). A
+Our strategy lets a rank sleep after each computation (`EmulatedPace`). A
 part that sleeps by itself, at the end of its forward and of its backward pass, takes the same time under any engine.
 Either way a `Pacer` lets it take an emulated device's time, real work included.
 """

@@ -18,13 +18,12 @@ from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
 from lightning_hetero.emulate import Pacer
 from lightning_hetero.emulate.links import SlowClock
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
@@ -74,7 +73,7 @@ class Walk:
         self.sync_s = entry.sync_s[rank] if emulated else 0.0
         self.batch, self.emulated = case.global_batch, emulated
         self.runner: StageRunner | None = None
-        self.busy: EmulatedPace | None = None
+        self.busy = BusyTime()
         self.optimizer: torch.optim.Optimizer | None = None
         if self.group is not None:
             own = [p for name, p in net.named_parameters() if rank in ownership.owners(name)]
@@ -108,8 +107,8 @@ class Walk:
         elif emulated:
             speeds = [device.speed for device in case.cluster.devices]
             scenario = Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)
-            self.busy = EmulatedPace(BusyTime(), scenario, rank)  # as under the strategy
-            self.busy.parts = parts_of(model, group, rank)
+            self.busy = busy = EmulatedPace(CPU, scenario, rank)  # as under the strategy
+            busy.parts = parts_of(model, group, rank)
         failures = FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank)
 
         def clock(peer: int) -> LinkClock | SlowClock:
@@ -137,8 +136,7 @@ class Walk:
 
     def step(self, step: int) -> None:
         """One training step: micro-batches, gradients across groups, optimizer."""
-        if self.busy is not None:
-            self.busy.begin(step)
+        self.busy.begin(step)
         groups = self.entry.groups
         arm = None if self.emulated else self.sync.arm  # as under the strategy: see `pipeline.fit.training`
         if self.runner is not None and self.group is not None:
@@ -156,10 +154,8 @@ class Walk:
                     before_last_backward=arm,
                 )
             else:
-                numbers = range(first, first + len(sizes))
-                self.runner.serve(step, sizes, numbers, before_last_backward=arm)
-        if self.busy is not None:
-            self.busy.end()
+                self.runner.serve(step, sizes, before_last_backward=arm)
+        self.busy.end()
         self.sync.finish()
         if self.sync_s:
             time.sleep(self.sync_s)

@@ -174,7 +174,8 @@ def _rest(raw: dict[str, Any], cases: tuple[Case, ...], quick: bool, repeats: in
     for _ in range(1 if quick else repeats):
         profile = profile_module(Net(), None, accelerator="cpu").model
         for case in cases:
-            answer = planned(case, profile, probe_machine(devices=len(case.scenario.speeds), accelerator="cpu"))
+            links, _ = probe_machine(devices=len(case.scenario.speeds), accelerator="cpu")
+            answer = planned(case, profile, links)
             runs = measured(case, answer, profile)
             for estimate in answer.estimates:
                 one = {**runs[estimate.engine], "planned_s": estimate.step_s, "bound_s": estimate.bound_s}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.stale.simulator import Hooks
 from lightning_hetero.stale.decide.completion import completed
-from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
+from lightning_hetero.stale.decide.effects import Accepted, Assigned, Refused, Span, Updated
 
 TRAINING_SAMPLES = 1408  # of 1797; 22 global batches
 BATCH = 64
@@ -200,7 +200,7 @@ class Learner:
         self.recipe, self.completes = recipe, completes
         self.weights = recipe.weights(np.random.default_rng([7, seed]))
         self.total = recipe.epochs * (TRAINING_SAMPLES // BATCH)
-        self.tick = self.steps = 0
+        self.global_step = self.steps = 0
         self.first = np.zeros_like(self.weights)
         self.second = np.zeros_like(self.weights)
         self.pool = np.zeros_like(self.weights)
@@ -208,7 +208,7 @@ class Learner:
         self.samples = 0
         self.tick_losses: list[float] = []
         self.target_tick: int | None = None
-        self._taken: dict[int, tuple[int, Vector]] = {}  # lease -> version and its weights
+        self._taken: dict[int, tuple[int, Vector]] = {}  # assignment -> version and its weights
         self._means: dict[int, tuple[Vector, int]] = {}  # version -> mean of what was computed with it, and of how many
         self._moves = np.zeros_like(self.weights)  # of these means, since the last update
         self._late = 0  # samples in them
@@ -216,15 +216,15 @@ class Learner:
     @property
     def running(self) -> bool:
         """Whether the schedule has not ended; afterwards nothing is computed any more."""
-        return self.tick < self.total
+        return self.global_step < self.total
 
-    def take(self, lease: int) -> None:
+    def take(self, assignment: int) -> None:
         """A worker copies the parameters."""
-        self._taken[lease] = self.steps, self.weights
+        self._taken[assignment] = self.steps, self.weights
 
-    def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
+    def give(self, assignment: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
         """A worker's gradients over its samples go into the pool."""
-        base, then = self._taken.pop(lease)
+        base, then = self._taken.pop(assignment)
         loss, gradient = self.gradient(then, images, labels)
         self.loss_sum += loss * len(labels)
         self.samples += len(labels)
@@ -242,13 +242,13 @@ class Learner:
         """Returns the mean loss over the images and its gradient."""
         return self.recipe.gradient(weights, images - mean_image() if self.recipe.centred else images, labels)
 
-    def drop(self, lease: int) -> None:
+    def drop(self, assignment: int) -> None:
         """A worker's contribution is refused."""
-        self._taken.pop(lease, None)
+        self._taken.pop(assignment, None)
 
     def step(self, samples: int, worth: float, ends_step: bool) -> None:
         """One update with the mean of the pool, at ``worth`` times the scheduled learning rate."""
-        lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.tick / self.total)))
+        lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.global_step / self.total)))
         fresh = samples - self._late
         gradient = self.pool / np.float32(max(fresh, 1))
         if self.completes:
@@ -277,8 +277,8 @@ class Learner:
         if self.target_tick is None and len(self.tick_losses) >= window:
             recent = [x for x in self.tick_losses[-window:] if math.isfinite(x)]
             if recent and sum(recent) / len(recent) <= self.recipe.target:
-                self.target_tick = self.tick
-        self.tick += 1
+                self.target_tick = self.global_step
+        self.global_step += 1
 
     def final_loss(self) -> float:
         """Returns the loss over all training samples, each with two fixed draws of the noise; inf if it diverged."""
@@ -290,7 +290,7 @@ class Learner:
         return mean if math.isfinite(mean) else math.inf
 
     def result(self, ticks_s: Sequence[float]) -> dict[str, Any]:
-        """Returns the final loss and when the target was reached, given the time of each tick's end [s]."""
+        """Returns the final loss and when the target was reached, given the time of each global step's end [s]."""
         at = self.target_tick
         return {"loss": self.final_loss(), "target_tick": at, "target_s": None if at is None else ticks_s[at]}
 
@@ -310,21 +310,21 @@ class Training(Hooks):
         noise = rng.standard_normal(images.shape).astype(np.float32)
         self._images, self._labels = images[order] + np.float32(NOISE) * noise, labels[order]
 
-    def granted(self, granted: Granted, now_s: float) -> None:
+    def assigned(self, assigned: Assigned, now_s: float) -> None:
         for learner in self.learners:
             if learner.running:
-                learner.take(granted.lease)
+                learner.take(assigned.assignment)
 
-    def accepted(self, accepted: Accepted, granted: Granted, spans: Sequence[Span], now_s: float) -> None:
+    def accepted(self, accepted: Accepted, assigned: Assigned, spans: Sequence[Span], now_s: float) -> None:
         positions = np.concatenate([np.arange(start, end) for start, end in spans])
         images, labels = self._images[positions], self._labels[positions]
         for learner in self.learners:
             if learner.running:
-                learner.give(granted.lease, images, labels, accepted.scale)
+                learner.give(assigned.assignment, images, labels, accepted.scale)
 
     def refused(self, refused: Refused, now_s: float) -> None:
         for learner in self.learners:
-            learner.drop(refused.lease)
+            learner.drop(refused.assignment)
 
     def updated(self, updated: Updated, now_s: float) -> None:
         for learner in self.learners:
@@ -342,15 +342,15 @@ def synchronous(recipe: Recipe, seed: int) -> dict[str, Any]:
     """
     learner = Learner(recipe, seed)
     training = Training([learner], seed)
-    lease = 0
+    assignment = 0
     for epoch in range(recipe.epochs):
         training.begin(epoch, 0.0)
         for start in range(0, TRAINING_SAMPLES, BATCH):
             span = (start, start + BATCH)
-            learner.take(lease)
-            granted = Granted(rank=0, lease=lease, tick=0, base=0, spans=(span,))
-            accepted = Accepted(rank=0, lease=lease, samples=BATCH, staleness=0)
-            training.accepted(accepted, granted, (span,), 0.0)
+            learner.take(assignment)
+            assigned = Assigned(rank=0, assignment=assignment, global_step=0, base=0, spans=(span,))
+            accepted = Accepted(rank=0, assignment=assignment, samples=BATCH, staleness=0)
+            training.accepted(accepted, assigned, (span,), 0.0)
             learner.step(BATCH, 1.0, True)
-            lease += 1
+            assignment += 1
     return {"loss": learner.final_loss(), "target_tick": learner.target_tick}

@@ -4,7 +4,7 @@ Workers behave as the real ones do. One goes through the epoch's global steps, c
 are newer ones (``pull_s``), computes (`ChunkTime`), hands its gradients over (``push_s``) and claims again with the
 same message:
 
-    claim -> granted -> pull -> compute -> push + claim -> ...
+    claim -> assigned -> pull -> compute -> push + claim -> ...
              (held: no answer yet)         passed: on to the server's step; after the last one, meet the others
 
 The simulation decides nothing: it gives messages to a `Coordinator` in order of time, equal times in order of rank,
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Accepted, Effect, Granted, Passed, Refused, Span, Updated
+from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Passed, Refused, Span, Updated
 from lightning_hetero.stale.decide.intervals import head
 
 
@@ -40,11 +40,11 @@ class Hooks:
     def begin(self, epoch: int, now_s: float) -> None:
         """An epoch begins: positions are those of its order of samples."""
 
-    def granted(self, granted: Granted, now_s: float) -> None:
-        """A worker takes the parameters, which are of version ``granted.base`` now."""
+    def assigned(self, assigned: Assigned, now_s: float) -> None:
+        """A worker takes the parameters, which are of version ``assigned.base`` now."""
 
-    def accepted(self, accepted: Accepted, granted: Granted, spans: Sequence[Span], now_s: float) -> None:
-        """The mean gradient over ``spans``, at the parameters taken with ``granted``, goes into the pool."""
+    def accepted(self, accepted: Accepted, assigned: Assigned, spans: Sequence[Span], now_s: float) -> None:
+        """The mean gradient over ``spans``, at the parameters taken with ``assigned``, goes into the pool."""
 
     def refused(self, refused: Refused, now_s: float) -> None:
         """A contribution is thrown away."""
@@ -131,11 +131,11 @@ class Simulated:
 
 @dataclass(slots=True)
 class _SimulatedWorker:
-    tick: int = 0
+    global_step: int = 0
     finished: bool = False
     asked_s: float | None = None  # claimed, not answered yet
-    granted: Granted | None = None
-    computed: int = 0  # samples of the lease already done
+    assigned: Assigned | None = None
+    computed: int = 0  # samples of the assignment already done
     holds: int = -1  # version of its parameters
     totals: WorkerTotals = field(default_factory=WorkerTotals)
 
@@ -162,7 +162,7 @@ class _Simulation:
         self.hooks.begin(epoch, self.now_s)
         self.obey(self.coordinator.begin(epoch, ends, now=self.now_s))
         for rank, worker in self.workers.items():
-            worker.tick, worker.finished = 0, False
+            worker.global_step, worker.finished = 0, False
             self.at(self.now_s, rank, "claim")
         idle = 0
         while not all(w.finished for w in self.workers.values()):
@@ -177,7 +177,8 @@ class _Simulation:
                 self.obey(self.coordinator.wake(self.now_s))
             else:
                 held = [rank for rank, w in self.workers.items() if w.asked_s is not None]
-                raise RuntimeError(f"deadlock at {self.now_s} s in global step {self.coordinator.tick}: {held} wait")
+                where = f"in global step {self.coordinator.global_step}"
+                raise RuntimeError(f"deadlock at {self.now_s} s {where}: {held} wait")
         self.steps_before += len(ends)
 
     # ---- what happens to workers -------------------------------------------------------------------------
@@ -185,15 +186,15 @@ class _Simulation:
     def on_claim(self, rank: int) -> None:
         worker = self.workers[rank]
         worker.asked_s = self.now_s
-        self.obey(self.coordinator.claim(rank, worker.tick, self.now_s))
+        self.obey(self.coordinator.claim(rank, worker.global_step, self.now_s))
 
     def on_micro(self, rank: int) -> None:
         """One micro-batch is done: return early, or go on."""
         worker = self.workers[rank]
-        granted = worker.granted
-        assert granted is not None
-        worker.computed += min(granted.micro, granted.samples - worker.computed)
-        if worker.computed >= granted.samples or self.coordinator.wants_return(granted.lease):
+        assigned = worker.assigned
+        assert assigned is not None
+        worker.computed += min(assigned.micro, assigned.samples - worker.computed)
+        if worker.computed >= assigned.samples or self.coordinator.wants_return(assigned.assignment):
             self.at(self.now_s + self.costs.push_s, rank, "push")
         else:
             self.compute_micro(rank, self.now_s)
@@ -201,29 +202,29 @@ class _Simulation:
     def on_push(self, rank: int) -> None:
         """Push and claim are one message, but the coordinator sees two; what the push frees comes after the claim."""
         worker = self.workers[rank]
-        granted, worker.granted = worker.granted, None
-        assert granted is not None
-        if granted.spans:
+        assigned, worker.assigned = worker.assigned, None
+        assert assigned is not None
+        if assigned.spans:
             worker.totals.chunks += 1
             effects = self.coordinator.push(
-                rank, granted.lease, self.now_s, tick=worker.tick, samples=worker.computed
+                rank, assigned.assignment, self.now_s, global_step=worker.global_step, samples=worker.computed
             )
-            self.obey(effects, granted)
+            self.obey(effects, assigned)
         self.on_claim(rank)
 
     # ---- what the coordinator answers --------------------------------------------------------------------
 
-    def obey(self, effects: Sequence[Effect], pushed: Granted | None = None) -> None:
+    def obey(self, effects: Sequence[Effect], pushed: Assigned | None = None) -> None:
         """Carries out what the coordinator decided; ``pushed`` is what was computed, if a push caused it."""
         for effect in effects:
-            if isinstance(effect, Granted):
+            if isinstance(effect, Assigned):
                 self.answered(effect.rank)
                 self.begin_chunk(effect)
             elif isinstance(effect, Passed):
                 self.answered(effect.rank)
                 worker = self.workers[effect.rank]
-                worker.tick = effect.tick
-                worker.finished = effect.tick >= len(self.coordinator.ends)
+                worker.global_step = effect.global_step
+                worker.finished = effect.global_step >= len(self.coordinator.ends)
                 if not worker.finished:
                     self.at(self.now_s, effect.rank, "claim")
             elif isinstance(effect, Accepted):
@@ -244,29 +245,29 @@ class _Simulation:
         worker.totals.hold_s += self.now_s - worker.asked_s
         worker.asked_s = None
 
-    def begin_chunk(self, granted: Granted) -> None:
-        rank, worker = granted.rank, self.workers[granted.rank]
-        begin_s = self.now_s + (self.costs.pull_s if granted.base != worker.holds else 0.0)  # another version only
-        worker.granted, worker.computed, worker.holds = granted, 0, granted.base
-        self.hooks.granted(granted, self.now_s)
-        if granted.micro > 0 and granted.spans:
+    def begin_chunk(self, assigned: Assigned) -> None:
+        rank, worker = assigned.rank, self.workers[assigned.rank]
+        begin_s = self.now_s + (self.costs.pull_s if assigned.base != worker.holds else 0.0)  # another version only
+        worker.assigned, worker.computed, worker.holds = assigned, 0, assigned.base
+        self.hooks.assigned(assigned, self.now_s)
+        if assigned.micro > 0 and assigned.spans:
             self.compute_micro(rank, begin_s)
             return
         # A dummy batch holds one sample that counts nothing.
-        end_s = begin_s + self.compute_s(rank, begin_s, granted.samples or 1)
-        worker.computed = granted.samples
-        self.at(end_s + (self.costs.push_s if granted.spans else 0.0), rank, "push")
+        end_s = begin_s + self.compute_s(rank, begin_s, assigned.samples or 1)
+        worker.computed = assigned.samples
+        self.at(end_s + (self.costs.push_s if assigned.spans else 0.0), rank, "push")
 
     def compute_micro(self, rank: int, from_s: float) -> None:
         worker = self.workers[rank]
-        assert worker.granted is not None
-        samples = min(worker.granted.micro, worker.granted.samples - worker.computed)
+        assert worker.assigned is not None
+        samples = min(worker.assigned.micro, worker.assigned.samples - worker.computed)
         self.at(from_s + self.compute_s(rank, from_s, samples), rank, "micro")
 
     def compute_s(self, rank: int, from_s: float, samples: int) -> float:
         """Returns the time of a chunk or micro-batch and notes it as busy."""
         worker = self.workers[rank]
-        busy_s = self.work_s(rank, self.steps_before + worker.tick, from_s, samples)
+        busy_s = self.work_s(rank, self.steps_before + worker.global_step, from_s, samples)
         worker.totals.busy_s += busy_s
         return busy_s
 

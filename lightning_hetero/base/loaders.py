@@ -24,12 +24,12 @@ from lightning_hetero.data import (
     IndivisibleError,
     LoaderSpec,
     Part,
+    RebatchedStream,
     Split,
     rebatched_loader,
-    rebatched_stream,
 )
 from lightning_hetero.data.batches import HandedParts
-from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.types import LossReduction
@@ -256,9 +256,9 @@ class PartBinder(LoaderBinder[Bound]):
     def _read_stream(
         self, bound: Bound, loader: DataLoader, mode: StreamMode, *, least: int = 1
     ) -> DataLoader:
-        """Makes the copy of a loader of an iterable dataset, see `rebatched_stream`."""
-        bound.loader = rebatched_stream(
-            loader,
+        """Makes the copy of a loader of an iterable dataset, see `RebatchedStream`."""
+        stream = RebatchedStream(
+            loader=loader,
             mode=mode,
             rank=self._channel.rank,
             world_size=self._channel.world_size,
@@ -268,6 +268,7 @@ class PartBinder(LoaderBinder[Bound]):
             position=self._begin_stream,
             on_fetch=bound.handed.append,
         )
+        bound.loader = fed_copy(loader, stream)
         return self._add(bound)
 
     def _add(self, bound: Bound) -> DataLoader:

@@ -23,6 +23,8 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
         " that goes on. Drop it",
     },
     "BoundedStalenessStrategy": {
+        "controller": "ranks ask for samples when they are ready, so there are no shares to decide. To rest a device"
+        " that costs more than it brings, use HeteroPipelineStrategy(controller=...), or do not start its rank",
         "overlap": "working ahead made every contribution one version old, which cost several times the final loss."
         " Drop it, or pass a Policy of your own",
         "late": "late contributions always complete the mean that they missed. Drop it, or pass a policy derived from"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -34,41 +33,28 @@ class ThrottleCallback(Callback):
 
     Args:
         scenario: what to emulate; the rank is the Trainer's global rank.
-        samples: counts the samples of a batch, ``batch -> int``; default: see
-            `lightning_hetero.callbacks.work.count_samples`.
-        backward_per_forward: time of the first backward pass in forward passes, before one has been timed: 2 because a
-            layer's backward pass takes two products (for its input and for its weights) for one of the forward pass.
         step_every_s: let the scenario's steps pass with time, one every so many seconds since its first batch,
             instead of with the training's steps: a neighbour's load on a shared machine does not wait for us.
-        throttle: makes the runtime, ``(scenario, rank, backward_per_forward=...) -> Throttle``; injectable for tests,
-            like ``clock``.
+        throttle: makes the runtime, ``(scenario, rank) -> Throttle``; injectable for tests.
 
     Raises:
         TypeError: ``scenario`` is no `Scenario`.
-        ValueError: ``backward_per_forward`` is negative, or ``step_every_s`` not above 0.
+        ValueError: ``step_every_s`` is not above 0.
 
     >>> callback = ThrottleCallback(Scenario(speeds=[1.0, 0.25], sample_s=0.003))
     """
 
     def __init__(
-        self, scenario: Scenario, *, samples: Callable[[Any], int] | None = None, backward_per_forward: float = 2.0,
-        step_every_s: float | None = None, throttle: Callable[..., Throttle] = Throttle,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self, scenario: Scenario, *, step_every_s: float | None = None, throttle: Callable[..., Throttle] = Throttle
+    ) -> None:
         if not isinstance(scenario, Scenario):
             raise TypeError(f"scenario={scenario!r} must be a Scenario, e.g. Scenario(speeds=[1.0, 0.5])")
-        if not backward_per_forward >= 0.0:
-            raise ValueError(f"backward_per_forward={backward_per_forward!r} must be >= 0 (forward passes)")
         if step_every_s is not None and not step_every_s > 0.0:
             raise ValueError(f"step_every_s={step_every_s!r} must be > 0 (seconds per step of the scenario)")
-        self.scenario = scenario
-        self.step_every_s = step_every_s
-        self._clock = clock
-        self._scenario_step: Callable[[int], int] = int  # made in fit, too
-        self._samples = samples
-        self._backward_per_forward = float(backward_per_forward)
+        self.scenario, self.step_every_s = scenario, step_every_s
+        self._scenario_step: Callable[[int], int] = int  # made in fit, as the throttle: the callback is pickled before
         self._make_throttle = throttle
-        self._throttle: Throttle | None = None  # made in fit: the callback is pickled before
+        self._throttle: Throttle | None = None
         self._taken_over = False
         self._hooks: list[Any] = []
         self._undo = ExitStack()
@@ -86,8 +72,8 @@ class ThrottleCallback(Callback):
         self._taken_over = reporting is not None and reporting.emulate(self.scenario)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rank, ratio = trainer.global_rank, self._backward_per_forward
-        self._throttle = throttle = self._make_throttle(self.scenario, rank, backward_per_forward=ratio)
+        rank = trainer.global_rank
+        self._throttle = throttle = self._make_throttle(self.scenario, rank)
         if not self._taken_over and self.scenario.mem_cap(rank) is not None:
             self._undo.enter_context(self._memory_capped(trainer, pl_module, throttle))
 
@@ -102,13 +88,13 @@ class ThrottleCallback(Callback):
             batch = args[0] if args else next(iter(kwargs.values()))
             # A batch that is not the loop's is a piece of it, of which no loader and no strategy tells the size.
             whole = batch is self._batch
-            throttle.hold(self._counted if whole else count_samples(trainer, batch, self._samples, whole=False))
+            throttle.hold(self._counted if whole else count_samples(trainer, batch, whole=False))
             return original(*args, **kwargs)
 
         return patched(module, "training_step", training_step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._scenario_step = scenario_steps(self.step_every_s, self._clock)
+        self._scenario_step = scenario_steps(self.step_every_s)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Parameters may have been frozen or thawed since the last epoch."""
@@ -126,7 +112,7 @@ class ThrottleCallback(Callback):
         if self._throttle is None:
             return
         counts = self._throttle.counts_samples and not self._taken_over
-        samples = count_samples(trainer, batch, self._samples) if counts else 0
+        samples = count_samples(trainer, batch) if counts else 0
         self._batch, self._counted = batch, samples
         # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
         step = trainer.fit_loop.epoch_loop.total_batch_idx

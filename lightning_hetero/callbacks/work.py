@@ -66,24 +66,26 @@ class CountedOnHost:
         hooks = "transfer_batch_to_device", "on_after_batch_transfer"
         self._same = not any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
-    def before(self, batch: Any) -> bool:
-        """Returns whether it was asked; if not, it is to be asked for the batch that was moved."""
-        if self._same:
+    def moved(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Returns the batch, moved to the device by ``move``, once it is counted."""
+        counted = self._same
+        if counted:
             try:
                 self._count(batch)
             except Exception:  # whatever it is, the device's batch will show it, too
-                self._same = False
-        return self._same
+                counted = self._same = False
+        batch = move(batch)
+        if not counted:
+            self._count(batch)
+        return batch
 
 
-def count_samples(
-    trainer: Trainer, batch: Any, samples: Callable[[Any], int] | None = None, *, whole: bool = True
-) -> int:
+def count_samples(trainer: Trainer, batch: Any, *, whole: bool = True) -> int:
     """Returns the number of samples of the training batch that is about to run, or has just run, on this rank.
 
-    In this order: a strategy that decides the shares says so itself (`Reporting.current_samples`);
-    ``samples(batch)`` if given; the train loader's ``batch_size``, less in its last batch, because a tensor found in a
-    graph or another object may count nodes; the first tensor's first dimension, as Lightning itself counts.
+    In this order: a strategy that decides the shares says so itself (`Reporting.current_samples`); the train loader's
+    ``batch_size``, less in its last batch, because a tensor found in a graph or another object may count nodes; the
+    first tensor's first dimension, as Lightning itself counts.
 
     Args:
         whole: False: ``batch`` is a piece of that batch, of which neither strategy nor loader knows.
@@ -94,8 +96,6 @@ def count_samples(
     reporting = reporting_of(trainer) if whole else None
     if reporting is not None and (known := reporting.current_samples()) is not None:
         return known
-    if samples is not None:
-        return int(samples(batch))
     loader = trainer.train_dataloader
     if whole and isinstance(loader, DataLoader) and loader.batch_size is not None and isinstance(loader.sampler, Sized):
         done = (compat.upcoming_batch(trainer) - 1) * loader.batch_size

@@ -26,17 +26,17 @@ from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.types import Cluster
 
 _CPU_RANKS = 2  # where nothing tells how many
+_LONGEST_S = 300.0
 _TAIL = 1500  # characters of a failed program's output that say why
 
 
-def on_ranks(module: str, ranks: int, setting: dict[str, Any], *, timeout_s: float = 300.0) -> Any:
+def on_ranks(module: str, ranks: int, setting: dict[str, Any]) -> Any:
     """Runs ``python -m module`` on so many ranks, started by torchrun; returns what `as_rank` wrote there.
 
     Args:
         module: calls `as_rank`.
         ranks: processes on this machine.
         setting: plain JSON values for it.
-        timeout_s: until it must have ended [s].
 
     Raises:
         RuntimeError: a rank failed, with the end of what it said; or they did not end in time.
@@ -50,11 +50,11 @@ def on_ranks(module: str, ranks: int, setting: dict[str, Any], *, timeout_s: flo
                 command,
                 capture_output=True,
                 text=True,
-                timeout=timeout_s,
+                timeout=_LONGEST_S,
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{ranks} ranks of {module} did not end within {timeout_s:g} s") from None
+            raise RuntimeError(f"{ranks} ranks of {module} did not end within {_LONGEST_S:g} s") from None
         if done.returncode or not path.exists():
             raise RuntimeError(f"{ranks} ranks of {module} failed:\n{(done.stderr or done.stdout)[-_TAIL:].strip()}")
         return json.loads(path.read_text())

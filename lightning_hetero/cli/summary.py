@@ -78,17 +78,10 @@ def rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
         ranks: `RankSummary`, as plain values.
     """
     header = ["rank", "samples/s", "samples", "share %", "compute ms", "wait ms"]
-    rows = [
-        [
-            str(r["rank"]),
-            _number(r["samples_per_s"], 1),
-            _number(r["samples"], 1),
-            _number(100 * r["share"], 1),
-            _number(1e3 * r["compute_s"], 1),
-            _number(1e3 * r["wait_s"], 1),
-        ]
-        for r in ranks
+    figures = [
+        (r["samples_per_s"], r["samples"], 100 * r["share"], 1e3 * r["compute_s"], 1e3 * r["wait_s"]) for r in ranks
     ]
+    rows = [[str(r["rank"]), *(_number(v, 1) for v in row)] for r, row in zip(ranks, figures, strict=True)]
     return format_table(header, rows)
 
 

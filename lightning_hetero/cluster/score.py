@@ -1,4 +1,4 @@
-"""How far each rank falls behind, and what other ways to train would give: pure, from measured steps (layer P).
+"""Scores of how far ranks fall behind, and what other ways to train would give, from measured steps (layer P).
 
 Means per step of stock DDP: c_r own work, w_r waiting and gradient exchange, n_r samples of rank r, out of R; x the
 exchange alone, which is what the rank that comes last sees (`exchange_alone`).
@@ -11,7 +11,7 @@ exchange alone, which is what the rank that comes last sees (`exchange_alone`).
 
 Work is taken to grow in proportion to samples: one batch size says nothing of a fixed part. What steps have beyond the
 slowest rank's mean work (exchange, steps that differ) stays as it was. Loading data and the optimizer's step are in
-none of the times. Of a pipeline nothing is said: what layers and links cost is not measured.
+none of the times. Nothing is said of a pipeline: what layers and links cost is not measured.
 """
 
 from __future__ import annotations

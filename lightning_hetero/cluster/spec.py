@@ -319,12 +319,10 @@ def override_cluster(
     for name, given in (("speeds", speeds), ("mem_bytes", mem_bytes)):
         if given is not None and len(given) != n:
             raise ValueError(f"{name}={list(given)!r} must have one entry per device: the cluster has {n}")
-    changes: list[dict[str, float]] = [{} for _ in cluster.devices]
-    for rank, change in enumerate(changes):
-        if speeds is not None:
-            change["speed"] = float(speeds[rank])
-        if mem_bytes is not None:
-            most = mem_bytes[rank]
-            change["mem_bytes"] = math.inf if most is None else float(most)
-    devices = tuple(replace(device, **change) for device, change in zip(cluster.devices, changes, strict=True))
+    caps = [device.mem_bytes for device in cluster.devices] if mem_bytes is None else mem_bytes
+    rates = [device.speed for device in cluster.devices] if speeds is None else speeds
+    devices = tuple(
+        replace(device, speed=float(speed), mem_bytes=math.inf if cap is None else float(cap))
+        for device, speed, cap in zip(cluster.devices, rates, caps, strict=True)
+    )
     return Cluster(devices=devices, links=cluster.links if links is None else tuple(map(tuple, links)))

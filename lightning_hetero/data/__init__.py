@@ -8,7 +8,7 @@
 ``loader``         puts those parts into the user's own DataLoader, workers, collate function and all
 ``stream``         the same for iterable datasets, by re-batching
 ``micro_batches``  a collated batch cut into micro-batches, and outputs joined again
-``granted``        batches of whatever positions of the order a server grants
+``assigned``       batches of whatever positions of the order a server assigns
 ``partition``      one dataset divided among clients that are not alike
 """
 
@@ -23,7 +23,7 @@ from lightning_hetero.data.order import (
 )
 from lightning_hetero.data.partition import partition_by_group, partition_by_labels
 from lightning_hetero.data.pooled import PooledBatches, PooledRanks
-from lightning_hetero.data.stream import rebatched_stream
+from lightning_hetero.data.stream import RebatchedStream
 
 __all__ = [
     "Channel",
@@ -35,6 +35,7 @@ __all__ = [
     "Part",
     "PooledBatches",
     "PooledRanks",
+    "RebatchedStream",
     "SamplerOrder",
     "ShuffledOrder",
     "Split",
@@ -42,5 +43,4 @@ __all__ = [
     "partition_by_group",
     "partition_by_labels",
     "rebatched_loader",
-    "rebatched_stream",
 ]

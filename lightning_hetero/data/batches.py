@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -75,7 +75,49 @@ class HandedParts(deque[Part]):
         return part
 
 
-class GlobalBatchSampler(Sampler[list[Any]]):
+class EpochSampler(Sampler[list[Any]]):
+    """What Lightning finds as the batch sampler of a copied loader: knows the epoch, whose order `draw` agrees on.
+
+    Args:
+        order: the epoch's global batches.
+    """
+
+    def __init__(self, order: EpochOrder) -> None:
+        self.order = order
+        self.epoch = 0
+        self._drawn: tuple[int, Sequence[Any], Sequence[int]] | None = None
+        # What Lightning and users look for on a batch sampler.
+        self.batch_size = order.global_batch_size
+        self.drop_last = order.drop_last
+        self.sampler = self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch, whose order is drawn with its first batch; Lightning calls it before users' hooks."""
+        self.epoch = epoch
+        self.order.announce(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def draw(self) -> tuple[Sequence[Any], Sequence[int]]:
+        """Returns indices and the ends of the global batches; agreed on once per epoch, by every rank."""
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            self._drawn = (self.epoch, *self.order.batches(self.epoch))
+        return self._drawn[1:]
+
+    def look(self, rank: int, world_size: int) -> list[list[Any]]:
+        """Returns what stock DDP would show to somebody who looks at the loader: equal parts. Nothing is agreed."""
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            return self.order.look(self.epoch, rank, world_size)
+        return equal_parts(*self._drawn[1:], rank, world_size)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        _, indices, ends = self._drawn or (0, (), ())  # one rank that looks must not draw: that is a collective
+        for start, end in pairwise((0, *ends)):
+            yield list(indices[start:end])
+
+
+class GlobalBatchSampler(EpochSampler):
     """A batch sampler over the agreed order; yields this rank's indices and notes the part it issued.
 
     Args:
@@ -97,29 +139,15 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         costs: SampleCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.order = order
+        super().__init__(order)
         self.rank = rank
-        self.epoch = 0
         self.decision_s = 0.0
         self._split = split
         self._least = least
         self.costs = costs
         self._clock = clock
-        self._plan: tuple[int, Sequence[Any], Sequence[int]] | None = None
         self._next: tuple[int, bool, deque[Part]] = (0, True, deque())
         self._look: list[list[Any]] | None = None
-        # What Lightning and users look for on a batch sampler.
-        self.batch_size = order.global_batch_size
-        self.drop_last = order.drop_last
-        self.sampler = self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch, whose order is drawn with its first batch; Lightning calls it before users' hooks."""
-        self.epoch = epoch
-        self.order.announce(epoch)
-
-    def __len__(self) -> int:
-        return len(self.order)
 
     def begin(self, position: int, *, anew: bool = False) -> deque[Part]:
         """Sets where the next iteration starts and returns the queue of parts it will issue.
@@ -135,11 +163,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return issued
 
     def begin_look(self, world_size: int) -> None:
-        """The next iteration yields what stock DDP would show to somebody who looks: equal parts. Nothing is agreed."""
-        if self._plan is None or self._plan[0] != self.epoch:
-            self._look = self.order.look(self.epoch, self.rank, world_size)
-        else:
-            self._look = equal_parts(*self._plan[1:], self.rank, world_size)
+        """The next iteration yields what `look` returns."""
+        self._look = self.look(self.rank, world_size)
 
     def __iter__(self) -> Iterator[list[Any]]:
         if self._look is not None:
@@ -148,9 +173,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             return
         position, anew, issued = self._next
         self._next = (0, True, deque())
-        epoch, indices, ends = self._batches()
+        (indices, ends), epoch = self.draw(), self.epoch
         first = 0 if anew else position % max(1, len(ends))
-        for i, (start, end) in enumerate(list(zip([0, *ends], ends, strict=False))[first:]):
+        for i, (start, end) in enumerate(list(pairwise((0, *ends)))[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)
             if self.costs is not None:
@@ -163,19 +188,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
                 drawn = list(islice(cycle(indices[start:end]), self._least))
             issued.append(
                 Part(
-                    epoch=epoch,
-                    step=position + i,
-                    samples=mine,
-                    shares=shares,
-                    weight_base=float(end - start),
-                    dummy=self._least,
+                    epoch=epoch, step=position + i, samples=mine, shares=shares,
+                    weight_base=float(end - start), dummy=self._least,
                     work=math.nan if self.costs is None else math.fsum(self.costs.of(drawn)),
                 )
             )
             yield drawn
-
-    def _batches(self) -> tuple[int, Sequence[Any], Sequence[int]]:
-        """Returns epoch, indices and the ends of its global batches; drawn once per epoch."""
-        if self._plan is None or self._plan[0] != self.epoch:
-            self._plan = (self.epoch, *self.order.batches(self.epoch))
-        return self._plan

@@ -48,16 +48,10 @@ def fingerprints(loader: DataLoader, indices: Sequence[Any], *, again: bool = Fa
     if not loader.num_workers:
         return [reading[i] for i in indices]
     worker = DataLoader(
-        reading,
-        batch_size=None,
-        sampler=list(indices),
-        collate_fn=keep_samples,
-        num_workers=1,
-        timeout=loader.timeout,
-        multiprocessing_context=loader.multiprocessing_context,
-        worker_init_fn=loader.worker_init_fn,
-        generator=torch.Generator(),
-    )
+        reading, batch_size=None, sampler=list(indices), collate_fn=keep_samples, num_workers=1,
+        timeout=loader.timeout, multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn, generator=torch.Generator(),
+    )  # fmt: skip
     try:
         return list(worker)
     except Exception:  # training will say it in its own words

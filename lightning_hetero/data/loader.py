@@ -28,6 +28,8 @@ from lightning_hetero.data.dropped import DroppedSamples, watch_drops
 from lightning_hetero.data.order import EpochOrder
 from lightning_hetero.data.samplers import undrawn, yields_batches
 
+LoaderKind = Literal["plain", "sampler", "distributed", "distributed_subclass", "batch_sampler", "stream"]
+
 
 class IndivisibleError(TypeError):
     """A train loader's batches cannot be divided by speed; the message says why, and what would be needed."""
@@ -47,7 +49,7 @@ class LoaderSpec:
         workers: ``num_workers``; they decide the order of an iterable dataset's samples.
     """
 
-    kind: Literal["plain", "sampler", "distributed", "distributed_subclass", "batch_sampler", "stream"]
+    kind: LoaderKind
     samples: int | None
     batch_size: int | None
     drop_last: bool
@@ -66,7 +68,6 @@ def inspect_loader(loader: object) -> LoaderSpec:
             f"a train loader of type {type(loader).__name__} cannot be divided by speed: pass a"
             " torch.utils.data.DataLoader or a subclass of it"
         )
-    read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
             raise IndivisibleError(
@@ -74,21 +75,14 @@ def inspect_loader(loader: object) -> LoaderSpec:
                 " speed: yield samples and set batch_size"
             )
         # The samples are re-batched after the loader, so its read-ahead delays no decision.
-        return LoaderSpec(
-            kind="stream",
-            samples=None,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            read_ahead=0,
-            workers=loader.num_workers,
-        )
+        return _spec(loader, "stream", loader.batch_size, loader.drop_last, samples=None, read_ahead=0)
     if not _draws_from_sampler(loader):
         raise IndivisibleError(
             f"{type(loader).__name__}.__iter__ does not draw from its batch_sampler, so its batches cannot be divided"
             " by speed: make them from super().__iter__()"
         )
-    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
-    if loader.batch_size is None:
+    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    if batch_size is None:
         source = batch_source(loader)
         if loader.batch_sampler is None and not isinstance(source, BatchSampler) and not yields_batches(source):
             raise IndivisibleError(
@@ -96,34 +90,25 @@ def inspect_loader(loader: object) -> LoaderSpec:
                 " batch_size, or pass sampler=BatchSampler(...)"
             )
         if type(source) is not BatchSampler:
-            return LoaderSpec(
-                kind="batch_sampler",
-                samples=samples,
-                batch_size=None,
-                drop_last=bool(getattr(source, "drop_last", False)),
-                read_ahead=read_ahead,
-                workers=loader.num_workers,
-            )
+            return _spec(loader, "batch_sampler", None, bool(getattr(source, "drop_last", False)))
         sampler, batch_size, drop_last = source.sampler, source.batch_size, source.drop_last
-    else:
-        sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
-        if batch_size == 1 and _kind_of(sampler) in ("sampler", "distributed_subclass") and yields_batches(sampler):
-            raise IndivisibleError(
-                f"the sampler {type(sampler).__name__} yields lists, each of which is one item of"
-                " DataLoader(batch_size=1) and cannot be divided by speed: pass it as batch_sampler, or set"
-                " batch_size=None"
-            )
-    return LoaderSpec(
-        kind=_kind_of(sampler),
-        samples=samples,
-        batch_size=batch_size,
-        drop_last=drop_last,
-        read_ahead=read_ahead,
-        workers=loader.num_workers,
-    )
+    elif batch_size == 1 and _kind_of(sampler) in ("sampler", "distributed_subclass") and yields_batches(sampler):
+        raise IndivisibleError(
+            f"the sampler {type(sampler).__name__} yields lists, each of which is one item of"
+            " DataLoader(batch_size=1) and cannot be divided by speed: pass it as batch_sampler, or set"
+            " batch_size=None"
+        )
+    return _spec(loader, _kind_of(sampler), batch_size, drop_last)
 
 
-def _kind_of(sampler: object) -> Literal["plain", "sampler", "distributed", "distributed_subclass"]:
+def _spec(loader: DataLoader, kind: LoaderKind, batch_size: int | None, drop_last: bool, **known: Any) -> LoaderSpec:
+    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
+    ahead, workers = loader.num_workers * (loader.prefetch_factor or 0), loader.num_workers
+    found = {"samples": samples, "read_ahead": ahead, "workers": workers, **known}
+    return LoaderSpec(kind=kind, batch_size=batch_size, drop_last=drop_last, **found)
+
+
+def _kind_of(sampler: object) -> LoaderKind:
     if type(sampler) is DistributedSampler:
         return "distributed"
     if isinstance(sampler, DistributedSampler):

@@ -12,13 +12,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_hetero.data.samplers import announce_epoch, draw, undrawn
+
+
+class SizedSampler(Protocol):
+    """A sampler, or batch sampler, with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Channel(Protocol):
@@ -182,12 +190,8 @@ class SamplerOrder(FixedSizeOrder):
     """
 
     def __init__(
-        self, sampler: Iterable[Any], *, seed: int, channel: Channel, global_batch_size: int, drop_last: bool
+        self, sampler: SizedSampler, *, seed: int, channel: Channel, global_batch_size: int, drop_last: bool
     ) -> None:
-        if not isinstance(sampler, Sized):
-            raise TypeError(
-                f"sampler {type(sampler).__name__} has no length; give it a __len__ so that the epoch can be divided"
-            )
         super().__init__(len(sampler), global_batch_size=global_batch_size, drop_last=drop_last)
         self.sampler = sampler
         self.seed = seed
@@ -293,8 +297,7 @@ class ContinuedOrder(EpochOrder):
             self._inner = self.order.batches(epoch)
         indices, ends = self._inner
         trained = [i for start, end in self.spans for i in indices[start:end]]
-        borders = [0, *(p for span in self.spans for p in span), len(indices)]
-        others = [i for start, end in zip(borders[::2], borders[1::2], strict=True) for i in indices[start:end]]
+        others = [i for start, end in self._others(len(indices)) for i in indices[start:end]]
         # Where fewer were trained than these batches have, those are noted as smaller, and the rest is spread over the
         # others; samples trained ahead make the next batches smaller, never empty.
         before = [min(end, len(trained) - self.step + 1 + i) for i, end in enumerate(ends[: self.step - 1])]
@@ -311,13 +314,17 @@ class ContinuedOrder(EpochOrder):
         indices, _ = self._inner
         left = ends[step - 1] - sum(end - start for start, end in self.spans)
         spans = list(self.spans)
-        borders = [0, *(p for span in self.spans for p in span), len(indices)]
-        for start, end in zip(borders[::2], borders[1::2], strict=True):
+        for start, end in self._others(len(indices)):
             taken = min(left, end - start)
             if taken > 0:
                 spans.append((start, start + taken))
                 left -= taken
         return sorted(spans)
+
+    def _others(self, samples: int) -> list[tuple[int, int]]:
+        """Returns the spans between those that were trained on."""
+        borders = [0, *(p for span in self.spans for p in span), samples]
+        return list(zip(borders[::2], borders[1::2], strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         return self.order.state_dict()
@@ -334,12 +341,6 @@ def equal_parts(indices: Sequence[Any], ends: Sequence[int], rank: int, world_si
         parts.append(list(indices[slice(*cuts)] or indices[start : start + 1]))
         start = end
     return parts
-
-
-def chunks(items: Sequence[Any], size: int, drop_last: bool) -> list[Sequence[Any]]:
-    """Returns ``items`` cut into lists of ``size``, the last one shorter unless ``drop_last``."""
-    cut = [items[i : i + size] for i in range(0, len(items), size)]
-    return cut[:-1] if drop_last and cut and len(cut[-1]) < size else cut
 
 
 def concatenate(pools: Iterable[Iterable[Sequence[Any]]]) -> tuple[list[Any], list[int]]:

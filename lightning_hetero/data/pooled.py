@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero.data.order import Channel, EpochOrder, chunks, concatenate, equal_parts
+from torch.utils.data import BatchSampler
+
+from lightning_hetero.data.order import Channel, EpochOrder, SizedSampler, concatenate, equal_parts
 from lightning_hetero.data.samplers import batch_size_of, draw, undrawn
 
 
@@ -24,10 +26,8 @@ class PooledRanks(EpochOrder):
     """
 
     def __init__(
-        self, source: Iterable[Any], *, batch_size: int | None, drop_last: bool, seed: int, channel: Channel
+        self, source: SizedSampler, *, batch_size: int | None, drop_last: bool, seed: int, channel: Channel
     ) -> None:
-        if not isinstance(source, Sized):
-            raise TypeError(f"sampler {type(source).__name__} has no length; give it a __len__")
         self._source = source
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -56,7 +56,7 @@ class PooledRanks(EpochOrder):
     def _mine(self) -> list[Any]:
         # Not reseeded: the ranks' samplers may rely on differing random streams.
         mine = list(self._source)
-        return mine if self.batch_size is None else chunks(mine, self.batch_size, self.drop_last)
+        return mine if self.batch_size is None else list(BatchSampler(mine, self.batch_size, self.drop_last))
 
     def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
         own = self._own_batches()
@@ -78,9 +78,7 @@ class PooledBatches(EpochOrder):
     the pool, not for a rank's part of it, which is why this is used only when asked for.
     """
 
-    def __init__(self, batch_sampler: Iterable[Any], *, seed: int, channel: Channel) -> None:
-        if not isinstance(batch_sampler, Sized):
-            raise TypeError(f"batch sampler {type(batch_sampler).__name__} has no length; give it a __len__")
+    def __init__(self, batch_sampler: SizedSampler, *, seed: int, channel: Channel) -> None:
         self.batch_sampler = batch_sampler
         self.seed = seed
         self.channel = channel
@@ -102,7 +100,7 @@ class PooledBatches(EpochOrder):
         flat: list[int] = []
         ends: list[int] = []
         if self.channel.rank == 0:
-            pools = chunks(draw(self.batch_sampler, self.seed + epoch), world, drop_last=False)
+            pools = BatchSampler(draw(self.batch_sampler, self.seed + epoch), world, drop_last=False)
             flat, ends = concatenate(pools)  # type: ignore[assignment]
         drawn = [self.channel.broadcast_indices(x if self.channel.rank == 0 else None) for x in (flat, ends)]
         self._num_batches = len(drawn[1])
@@ -110,5 +108,5 @@ class PooledBatches(EpochOrder):
 
     def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
         with undrawn(self.batch_sampler, self.seed + epoch):
-            pools = chunks(list(self.batch_sampler), world_size, drop_last=False)
+            pools: list[Any] = list(BatchSampler(self.batch_sampler, world_size, drop_last=False))
         return equal_parts(*concatenate(pools), rank, world_size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle, islice
 from typing import Any, Literal
@@ -20,24 +20,16 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 
 from lightning_hetero.data.batches import Part, Split
-from lightning_hetero.data.copies import BatchFeed, altered_copy, fed_copy, keep_samples
+from lightning_hetero.data.copies import BatchFeed, altered_copy, keep_samples
 
 StreamMode = Literal["infinite", "shared"]
 
 
-def rebatched_stream(
-    loader: DataLoader,
-    *,
-    mode: StreamMode,
-    rank: int,
-    world_size: int,
-    global_batch_size: int,
-    split: Split,
-    least: int = 1,
-    position: Callable[[], tuple[int, int]],
-    on_fetch: Callable[[Part], None],
-) -> DataLoader:
-    """Returns a copy of an iterable-style ``loader`` whose batches have this rank's share of samples.
+@dataclass(kw_only=True)
+class RebatchedStream(BatchFeed):
+    """Hands out batches of an iterable-style ``loader`` that have this rank's share of samples.
+
+    A fresh pass over the dataset for every epoch.
 
     Args:
         loader: yields samples in chunks of its own ``batch_size``; its collate function is applied after re-batching.
@@ -50,99 +42,75 @@ def rebatched_stream(
         position: epoch, and batches of it already trained on, which a shared stream skips.
         on_fetch: gets each part when its batch is handed out.
     """
-    chunks = copy.copy(loader.batch_sampler)
-    object.__setattr__(chunks, "drop_last", False)  # our own drop_last is about the global batch
-    # Of a shared stream the ranks must see the samples in the same order.
-    attributes: dict[str, Any] = {"in_order": True} if mode == "shared" else {}
-    source = altered_copy(loader, collate_fn=keep_samples, drop_last=False, batch_sampler=chunks, **attributes)
-    stream = _Stream(
-        source=source,
-        collate=loader.collate_fn,
-        mode=mode,
-        rank=rank,
-        world_size=world_size,
-        total=global_batch_size,
-        drop_last=loader.drop_last,
-        split=split,
-        least=least,
-        position=position,
-        on_fetch=on_fetch,
-    )
-    return fed_copy(loader, stream)
 
-
-@dataclass(kw_only=True, slots=True)
-class _Stream(BatchFeed):
-    """State of one re-batched stream; a fresh pass over the source for every epoch."""
-
-    source: DataLoader
-    collate: Callable[[list[Any]], Any]
+    loader: DataLoader
     mode: StreamMode
     rank: int
     world_size: int
-    total: int
-    drop_last: bool
+    global_batch_size: int
     split: Split
-    least: int
+    least: int = 1
     position: Callable[[], tuple[int, int]]
     on_fetch: Callable[[Part], None]
-    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        chunks = copy.copy(self.loader.batch_sampler)
+        object.__setattr__(chunks, "drop_last", False)  # our own drop_last is about the global batch
+        # Of a shared stream the ranks must see the samples in the same order.
+        more: dict[str, Any] = {"in_order": True} if self.mode == "shared" else {}
+        self._source = altered_copy(
+            self.loader, collate_fn=keep_samples, drop_last=False, batch_sampler=chunks, **more
+        )
 
     @property
     def fetching(self) -> DataLoader:
-        return self.source
+        return self._source
 
     def length(self, own: Callable[[], int]) -> int:
         """Length of a sized stream in global batches; ``TypeError`` without one, as `DataLoader` does.
 
         Of an infinite stream the dataset's length is one rank's epoch, as under stock DDP; it is not where it ends.
         """
-        samples = len(self.source.dataset)  # type: ignore[arg-type]
+        samples = len(self.loader.dataset)  # type: ignore[arg-type]
         if self.mode == "infinite":
             samples *= self.world_size
-        return samples // self.total if self.drop_last else -(-samples // self.total)
+        return samples // self.global_batch_size if self.loader.drop_last else -(-samples // self.global_batch_size)
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        samples = _Buffer(self.source)
-        self.epoch, first = self.position()
+        samples = _Buffer(self._source)
+        epoch, first = self.position()
         if self.mode == "shared":
-            samples.skip(first * self.total)
+            samples.skip(first * self.global_batch_size)
         for step in count(first):
             started_s = time.perf_counter()
-            part = self._shared(step, samples) if self.mode == "shared" else self._own(step, samples)
-            if part is None:
-                return
-            shares, mine, taken, decided_s = part
-            batch = self.collate(mine)
+            block: list[Any] = []
+            total = self.global_batch_size
+            if self.mode == "shared":
+                block = samples.take(total)
+                if not block or (self.loader.drop_last and len(block) < total):
+                    return
+                total = len(block)
+            asked_s = time.perf_counter()
+            shares = self.split(epoch, step, total)
+            decided_s = time.perf_counter() - asked_s
+            mine = self._part_of(block, shares) if self.mode == "shared" else self._own(step, samples, shares)
+            batch = self.loader.collate_fn(mine)
             self.on_fetch(
                 Part(
-                    epoch=self.epoch,
-                    step=step,
-                    samples=shares[self.rank],
-                    shares=shares,
-                    weight_base=float(taken),
-                    fetch_s=max(0.0, time.perf_counter() - started_s - decided_s),
+                    epoch=epoch, step=step, samples=shares[self.rank], shares=shares,
+                    weight_base=float(total), fetch_s=max(0.0, time.perf_counter() - started_s - decided_s),
                     dummy=self.least,
                 )
             )
             yield batch
 
-    def _decide(self, step: int, total: int) -> tuple[tuple[int, ...], float]:
-        before = time.perf_counter()
-        shares = self.split(self.epoch, step, total)
-        return shares, time.perf_counter() - before
-
-    def _shared(self, step: int, samples: _Buffer) -> tuple[tuple[int, ...], list[Any], int, float] | None:
-        block = samples.take(self.total)
-        if not block or (self.drop_last and len(block) < self.total):
-            return None
-        shares, decided_s = self._decide(step, len(block))
+    def _part_of(self, block: list[Any], shares: Sequence[int]) -> list[Any]:
+        """Returns this rank's samples of a global batch."""
         offset = sum(shares[: self.rank])
-        mine = block[offset : offset + shares[self.rank]] or list(islice(cycle(block), self.least))
-        return shares, mine, len(block), decided_s
+        return block[offset : offset + shares[self.rank]] or list(islice(cycle(block), self.least))
 
-    def _own(self, step: int, samples: _Buffer) -> tuple[tuple[int, ...], list[Any], int, float]:
-        shares, decided_s = self._decide(step, self.total)
+    def _own(self, step: int, samples: _Buffer, shares: Sequence[int]) -> list[Any]:
+        """Returns the next samples of this rank's own stream."""
         wanted = shares[self.rank] or self.least
         mine = samples.take(wanted)
         if len(mine) < wanted:
@@ -150,7 +118,7 @@ class _Stream(BatchFeed):
                 f"the stream of rank {self.rank} was declared infinite (stream='infinite') but ended at batch {step};"
                 " repeat the data, give all ranks the same stream and stream='shared', or use strategy='ddp'"
             )
-        return shares, mine, self.total, decided_s
+        return mine
 
 
 class _Buffer:

@@ -7,7 +7,6 @@ from lightning_hetero.doctor.facts import Facts
 from lightning_hetero.doctor.finding import Finding, failing, fine, warning
 
 _SHM_LEAST = 256 * 2.0**20  # Docker's default is 64 MiB
-_SLOTS = 3.0  # of the parameters' size, per rank of a node, that the stale engine keeps there
 
 
 def versions(facts: Facts) -> list[Finding]:
@@ -25,20 +24,15 @@ def versions(facts: Facts) -> list[Finding]:
 
 
 def shared_memory(facts: Facts) -> list[Finding]:
-    """Whether ``/dev/shm`` holds the stale engine's slots, and loaders' batches."""
+    """Whether ``/dev/shm`` holds the batches of loaders with workers."""
     check, whole, free = "shared memory", facts.host.shm_bytes, facts.host.shm_free_bytes
     if whole is None or free is None:
-        text = "there is no /dev/shm: hetero_stale uses a temporary folder"
-        return [warning(check, text, "mount a tmpfs there if that folder is on a disk")]
-    ranks = facts.devices_wanted or len(facts.gpus.devices) or (len(facts.cluster.devices) if facts.cluster else 1)
-    need = max(_SHM_LEAST, _SLOTS * facts.module.param_bytes * ranks)
+        return [warning(check, "there is no /dev/shm: loaders with workers fail", "mount a tmpfs there")]
     text = f"{bytes_text(free)} of {bytes_text(whole)} free in /dev/shm"
-    if free >= need:
+    if free >= _SHM_LEAST:
         return [fine(check, text)]
-    text += f"; hetero_stale on {ranks} ranks here, and loaders with workers, want {bytes_text(need)}"
-    gib = max(1, -(-int(need) // 2**30))
-    advice = f"docker run --shm-size={gib}g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
-    return [warning(check, text, advice)]
+    text += f"; loaders with workers want {bytes_text(_SHM_LEAST)} or more"
+    return [warning(check, text, "docker run --shm-size=1g (Kubernetes: an emptyDir of medium Memory at /dev/shm)")]
 
 
 def fork(facts: Facts) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 ``scenario``  P  `Scenario`: speeds, noise, spells, changes, faults and memory caps as a pure function of the step
 ``parts``     P  `SlowSpells`, `SpeedChange`, `Slowdown`, `Fault`: what a scenario is made of
-``pace``      T  `EmulatedPace`: lets a rank of a pipeline sleep for its part of a scenario
 ``links``     T  what lets messages, sums and layers that move take the time of described links
 ``throttle``  T  `Throttle`: sleeps and fails as the scenario says; `Pacer`: lets a piece of work take its time
 """

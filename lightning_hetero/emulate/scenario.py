@@ -175,54 +175,6 @@ class Scenario:
         """
         return self._reference_s(as_whole("samples", samples)) * self.stretch(rank, step)
 
-    def ideal_step_s(self, world_size: int, global_batch: int, step: int = 0) -> float:
-        """Returns the least time of a step over all fractional splits of the global batch [s], no jitter.
-
-        Solves  min T,  sum_i x_i = B,  0 <= x_i <= cap_i,  (c + a x_i) / v_i <= T  by water filling: without
-        caps T = max(max_i c / v_i, (a B + n c) / sum_i v_i), so a B / sum v without fixed cost. A rank that
-        meets its cap leaves the sum and the rest is solved again, which only raises T: exact after at most n
-        rounds.
-        a: sample_s, c: step_s, v: speed, n: world_size, B: global_batch.
-
-        Returns ``inf`` if the memory caps cannot hold the global batch together.
-
-        Raises:
-            ValueError: ``world_size`` < 1, ``global_batch`` < 0, or no emulated time is given.
-        """
-        speeds, total = self._devices(world_size, global_batch, step)
-        a, c = self.sample_s or 0.0, self._reference_s(0)
-        caps = [math.inf if (m := self.mem_cap(r)) is None else float(m) for r in range(world_size)]
-        if sum(caps) < total:
-            return math.inf
-        floor_s = c / min(speeds)
-        if a == 0.0:
-            return floor_s
-        free, left, best_s = set(range(world_size)), float(total), floor_s
-        while free:
-            best_s = (a * left + c * len(free)) / math.fsum(speeds[r] for r in free)
-            full = {r for r in free if (best_s * speeds[r] - c) / a > caps[r]}
-            if not full:
-                break
-            free -= full
-            left -= sum(caps[r] for r in full)
-            # Rounding may push every last rank over its cap when the caps hold the batch exactly.
-            best_s = max((c + a * caps[r]) / speeds[r] for r in full)
-        return max(floor_s, best_s)
-
-    def even_step_s(self, world_size: int, global_batch: int, step: int = 0) -> float:
-        """Returns the time of a step if every rank gets global_batch / world_size samples [s], no jitter.
-
-        Returns ``inf`` if that is more than some rank's memory cap.
-
-        Raises:
-            ValueError: ``world_size`` < 1, ``global_batch`` < 0, or no emulated time is given.
-        """
-        speeds, total = self._devices(world_size, global_batch, step)
-        share = total / world_size
-        if any(m is not None and share > m for m in map(self.mem_cap, range(world_size))):
-            return math.inf
-        return self._reference_s(share) / min(speeds)
-
     def fault(self, rank: int, step: int) -> Fault | None:
         """Returns what happens to ``rank`` as it begins ``step``, if anything."""
         faults = cast("tuple[Fault, ...]", self.faults)
@@ -257,10 +209,6 @@ class Scenario:
                 " sample_s (seconds per sample) or step_s (seconds per step)"
             )
         return self.step_s + (self.sample_s or 0.0) * samples
-
-    def _devices(self, world_size: int, global_batch: int, step: int) -> tuple[list[float], int]:
-        world_size = as_whole("world_size", world_size, least=1)
-        return [self.speed(r, step) for r in range(world_size)], as_whole("global_batch", global_batch)
 
     def _generator(self, stream: int, rank: int, counter: Sequence[int]) -> np.random.Generator:
         # Seed, rank and stream make the key, the step lies in the counter: no two draws share a position.

@@ -115,23 +115,15 @@ class Throttle:
         pacer: keeps the sums.
 
     Raises:
-        TypeError: ``scenario`` is no `Scenario`.
         ValueError: a negative rank, or real work would have to be done faster than it is (a speed above 1
             without ``sample_s`` and ``step_s``).
     """
 
     def __init__(
-        self,
-        scenario: Scenario,
-        rank: int,
-        *,
-        backward_per_forward: float = 2.0,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        self, scenario: Scenario, rank: int, *, backward_per_forward: float = 2.0,
+        clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
         kill: Callable[[], None] = _kill_self,
-    ) -> None:
-        if not isinstance(scenario, Scenario):
-            raise TypeError(f"scenario={scenario!r} must be a Scenario, e.g. Scenario(speeds=[1.0, 0.5])")
+    ) -> None:  # fmt: skip
         if rank < 0:
             raise ValueError(f"rank={rank!r} must be >= 0")
         if not scenario.emulated and scenario.top_speed > 1.0:
@@ -256,17 +248,12 @@ class Throttle:
         first = step if last is None or step < last else last + 1
         self._faults_until = step
         for at in range(first, step + 1):
-            self._run_fault(at)
-
-    def _run_fault(self, step: int) -> None:
-        fault = self.scenario.fault(self.rank, step)
-        if fault is None:
-            return
-        if fault.kind == "kill":
-            self._kill()
-        elif fault.kind == "stall":
-            self._sleep(fault.stall_s)
-        else:
-            raise RuntimeError(
-                f"scripted fault: the scenario raises an exception in rank {self.rank} at step {step}"
-            )
+            fault = self.scenario.fault(self.rank, at)
+            if fault is not None and fault.kind == "kill":
+                self._kill()
+            elif fault is not None and fault.kind == "stall":
+                self._sleep(fault.stall_s)
+            elif fault is not None:
+                raise RuntimeError(
+                    f"scripted fault: the scenario raises an exception in rank {self.rank} at step {at}"
+                )

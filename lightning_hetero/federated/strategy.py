@@ -150,14 +150,12 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        run, move = self._run, super().batch_to_device
         if batch is None:
             return None
-        run = self._run if self._run is not None and self._run.trainer.training else None
-        counted = run is None or run.counts.before(batch)
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        if run is not None and not counted:
-            run.steps.count(batch)
-        return batch
+        if run is None or not run.trainer.training:
+            return move(batch, device, dataloader_idx)
+        return run.counts.moved(batch, lambda host: move(host, device, dataloader_idx))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run

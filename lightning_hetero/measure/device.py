@@ -83,14 +83,14 @@ def wheel_architectures() -> tuple[str, ...]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, a device's or the host's, whoever says so: torch, cuBLAS, cuDNN, NCCL or the driver."""
+    """Whether an error of torch, cuBLAS, cuDNN, NCCL or the driver says that memory was short."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def no_device_in_this_process() -> None:
-    """A process that was forked after its parent had used a device has none: whoever asks torch is told so.
+    """Has torch say that there is no device, in a process that was forked after its parent had used one.
 
     CUDA may not be used in such a process, but torch goes on saying that it is there, because it has counted the
     devices before the fork; `torch.optim` (from its check for graph capture), optimizers and schedulers of users ask.

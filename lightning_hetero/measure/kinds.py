@@ -135,7 +135,7 @@ class HostDevice:
         return 0.0
 
     def forget_peak(self) -> None:
-        """Begins to count the peak anew: whoever else reads it, e.g. `DeviceStatsMonitor`, loses what was before."""
+        """Begins to count the peak anew; other readers of it, e.g. `DeviceStatsMonitor`, lose what was before."""
 
     def empty_cache(self) -> None:
         """Gives memory that the allocator holds unused back to the device."""
@@ -292,7 +292,7 @@ class Cuda(Accelerator):
     records_graphs = True
 
     def _event(self, timing: bool) -> Any:
-        return self._torch.Event(enable_timing=timing, blocking=True)  # else who waits keeps a processor busy
+        return self._torch.Event(enable_timing=timing, blocking=True)  # else a wait keeps a processor busy
 
     def capability(self) -> tuple[int, int] | None:
         return None if torch.version.hip else self._torch.get_device_capability(self.device)

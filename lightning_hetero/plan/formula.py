@@ -4,7 +4,7 @@
     {kind: layers, layers: 50, params: 25.6e6, flops_per_sample: 8.2e9, activation_bytes_per_sample: 90e6,
      output_bytes_per_sample: 3e6, flops_per_s: 10e12}
 
-Of a transformer, per layer of width d and window s: parameters 12 d^2, FLOPs of a sample's forward 24 s d^2 + 4 s^2 d
+A transformer's layer of width d and window s has: parameters 12 d^2, FLOPs of a sample's forward 24 s d^2 + 4 s^2 d
 (Narayanan et al., SC 2021), twice as many backward; activations s d (34 + 5 a s / d) bytes in 16 bits with a heads, no
 recomputation (Korthikanti et al., MLSys 2023, eq. 1). State is 16 bytes per parameter: Adam in mixed precision
 (Rajbhandari et al., SC 2020), or in 32 bits without.

@@ -1,6 +1,6 @@
 """A set-up from what a run has recorded (layer P).
 
-A pipeline's trace holds its cluster and what its layers cost. Of any other run each rank's own work per step is known:
+A pipeline's trace holds its cluster and what its layers cost. In any other run each rank's own work per step is known:
 a line through its times where it had shares of different sizes, else in proportion to its samples, and how far each
 step was from that.
 """

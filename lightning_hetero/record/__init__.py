@@ -159,7 +159,7 @@ def replay(events: Iterable[Event]) -> Iterator[tuple[SpeedSample, ...]]:
     """Yields the speed samples of all ranks, in order of rank, step by step: policies run without hardware.
 
     A step counts if every rank that recorded any step measured this one (``samples`` and ``compute_s``);
-    others, e.g. the last one before a crash, are passed over. Of two records of one step the later one
+    others, e.g. the last one before a crash, are passed over. If a step was recorded twice, the later record
     counts.
 
     Args:

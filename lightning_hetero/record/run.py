@@ -54,12 +54,12 @@ class RunStep:
 
     @property
     def samples(self) -> float:
-        """Of all ranks."""
+        """The samples of all ranks."""
         return math.fsum(turn.samples for turn in self.turns.values())
 
     @property
     def step_s(self) -> float:
-        """From its start to the end of its exchange, by the rank that took longest [s]."""
+        """The time from its start to the end of its exchange, by the rank that took longest [s]."""
         return max(turn.compute_s + turn.wait_s for turn in self.turns.values())
 
     @property
@@ -265,8 +265,8 @@ def _of_kind(by_rank: Mapping[int, Sequence[Event]], *kinds: str) -> list[Event]
 
 
 def _turns(events: Sequence[Event]) -> dict[tuple[int, int], Turn]:
-    """Returns one rank's turns by (epoch, step). Of a step made twice, before and after a resume, the second counts;
-    but several contributions to one, which the stale engine marks, add up."""
+    """Returns one rank's turns by (epoch, step). If a step was made twice, before and after a resume, the second one
+    counts; but several contributions to one step, which the stale engine marks, add up."""
     found: dict[tuple[int, int], Turn] = {}
     shift_s = last_s = 0.0
     for event in events:

@@ -1,4 +1,4 @@
-"""Who is slow, beside the others and beside itself, per item of work (layer P)."""
+"""Ranks that are slow per item of work, beside the others and beside themselves (layer P)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the ranks' time went, for whom they waited, and in which stages of a step ranks are slow (layer P).
+"""The ranks' time by what it went into, whom they waited for, and the stages of a step they are slow in (layer P).
 
-Of a step in which all ranks meet, with c_r own work and w_r waiting, exchange included:
+A step in which all ranks meet has, with c_r own work and w_r waiting, exchange included:
 
     exchange   min_r w_r          what the rank that comes last sees of it; max_r (c_r + w_r) - max_r c_r of hosts that
                                   do not wait where their devices do (GPUs)

@@ -1,8 +1,8 @@
-"""What other engines, a mended rank or fewer cards would take: the planner, asked about the recorded times (layer P).
+"""The time of a batch with other engines, with a mended rank or with fewer cards, by the planner (layer P).
 
-Taken as they were: the exchange, what a rank's samples cost it in each step, and that all ranks can hold what they get.
-Of a pipeline the model that it was planned from answers, all of whose times are multiplied by what batches took over
-what it says of the plan.
+The exchange and what a rank's samples cost it in each step stay as they were recorded, and all ranks can hold what they
+get. For a pipeline the model answers that it was planned from; its times are multiplied by what batches took over what
+it says of the plan.
 """
 
 from __future__ import annotations

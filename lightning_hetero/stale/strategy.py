@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,12 +30,7 @@ from lightning_hetero.stale.decide.policy import by_name as policy_by_name
 from lightning_hetero.stale.fit.held_state import released
 from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
-from lightning_hetero.stale.fit.refusals import (
-    REFUSALS,
-    refuse_controller,
-    refuse_manual_scaling,
-    refuse_monitored_steps,
-)
+from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling, refuse_monitored_steps
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.stale.fit.step_loop import StepLoop
@@ -68,8 +64,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             others. One without a sign of life for twelve times as long is left behind where the others meet.
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
-        controller: none is taken, see docs/theory/stale.md; it is here so that ``controller=...`` is answered with the
-            reason.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
@@ -96,33 +90,27 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         liveness_s: float = 5.0,
         shards: int | None = None,
         transport: Literal["auto", "pairs"] = "auto",
-        controller: None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
-        refuse_controller(controller)
         check_counts(shards=shards)
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
         if not (isinstance(liveness_s, int | float) and liveness_s > 0):
             raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
-        options = {"bound": bound, "grace": grace}
-        given = {name: value for name, value in options.items() if value is not None}
-        if isinstance(policy, Policy):
-            if given:
-                raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
-            self.policy = policy
-        else:
-            self.policy = policy_by_name(policy, **given)
+        given = {name: value for name, value in (("bound", bound), ("grace", grace)) if value is not None}
+        if isinstance(policy, Policy) and given:
+            raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
+        self.policy = policy if isinstance(policy, Policy) else policy_by_name(policy, **given)
         self.transport = transport
-        self._predictor = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
-        if not (self._predictor is None or callable(getattr(self._predictor, "fresh", None))):
+        model = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
+        if not (model is None or callable(getattr(model, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
         self._compression: CompressionName | None = compression
-        self._nonfinite: Literal["stop", "skip"] = nonfinite
-        self._liveness_s = liveness_s
-        self._shards = shards
+        self._server = ServerSettings(
+            policy=self.policy, predictor=model, nonfinite=nonfinite, shards=shards, liveness_s=liveness_s
+        )
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
@@ -139,27 +127,15 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             "compression": repr(self._compression),
             "loss_reduction": self.shared.loss_reduction,
             "transport": self.transport,
-            "nonfinite": self._nonfinite,
+            "nonfinite": self._server.nonfinite,
         }
-        server = ServerSettings(
-            policy=self.policy,
-            predictor=self._predictor,
-            nonfinite=self._nonfinite,
-            shards=self._shards,
-            divide_by=float(self.world_size) if self.shared.loss_reduction == "sum" else None,
-            liveness_s=self._liveness_s,
-        )
+        divide_by = float(self.world_size) if self.shared.loss_reduction == "sum" else None
         return StaleSettings(
-            shared=self.shared,
-            server=server,
-            compression=self._compression,
-            agreed=agreed,
-            shares_memory=self.transport != "pairs",
-            host=self.host_name(),
-            environment=self.cluster_environment,
-            backend=self.process_group_backend or "gloo",
-            timeout=self.timeout,
-        )
+            shared=self.shared, server=replace(self._server, divide_by=divide_by),
+            compression=self._compression, agreed=agreed, shares_memory=self.transport != "pairs",
+            host=self.host_name(), environment=self.cluster_environment,
+            backend=self.process_group_backend or "gloo", timeout=self.timeout,
+        )  # fmt: skip
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -197,7 +173,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             self.share_start(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        return {"nonfinite": self._nonfinite} if self._nonfinite == "skip" else {}
+        return {"nonfinite": "skip"} if self._server.nonfinite == "skip" else {}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -261,7 +237,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         loop = self._loop
         assert self.lightning_module is not None
         if loop is not None and loop.in_step and self.lightning_module.automatic_optimization:
-            loop.accumulated(0, self.optimizers[0], super().optimizer_step)
+            loop.accumulated(self.optimizers[0])
 
     def _index(self, optimizer: Any) -> int:
         return next(i for i, own in enumerate(self.optimizers) if own is optimizer)
@@ -308,14 +284,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         run = self._connected
-        if run is not None and self.is_global_zero:
-            state = run.session.state["optimizers"][self._index(getattr(optimizer, "_optimizer", optimizer))]
-            with released(self.optimizers):
-                mine: dict[str, Any] = super().optimizer_state(optimizer)
-            if not mine:  # of what stands in the place of no optimizer
-                return mine
-            for group, changed in zip(mine["param_groups"], state["groups"], strict=False):  # perhaps more than then
-                group.update(changed)
-            return {**mine, "state": state["state"]}
         with released(self.optimizers):
-            return super().optimizer_state(optimizer)
+            mine: dict[str, Any] = super().optimizer_state(optimizer)
+        if run is None or not self.is_global_zero or not mine:  # empty: it stands in the place of no optimizer
+            return mine
+        state = run.session.state["optimizers"][self._index(getattr(optimizer, "_optimizer", optimizer))]
+        for group, changed in zip(mine["param_groups"], state["groups"], strict=False):  # perhaps more than then
+            group.update(changed)
+        return {**mine, "state": state["state"]}

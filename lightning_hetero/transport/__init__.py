@@ -1,17 +1,22 @@
 """Messages between processes (layer T).
 
 ``side_channel``   small collectives of the ranks among themselves
+``one_round``      ... in one round, where little is to be sent
+``objects``        objects between ranks: the only place where what came over a process group is unpickled
 ``groups``         the default process group again, among those that are left, or with who has come
 ``store``          a store hosted by this process
+``roll_call``      ranks meet in a store, and a silent one is left out
+``aside``          calls that may never end
+``alone``          a step of one rank, which must not wait for the others
 
 Worker and server of parameters:
 
-``base``           what every transport offers: requests, replies, events, the two ends
+``base``           what both ends share: requests, replies, events; what a worker's end offers
 ``flags``          bits and numbers in requests and replies
 ``listener``       the server's end, one socket per worker
 ``peer``           ... a connection there, and the threads that move large bodies
 ``link``           a worker's ends: on the server's node, elsewhere
-``memory``         ... the files they share on one node
+``memory``         ... the memory they share on one node
 ``seqlock``        areas with one writer and no lock: a slot of gradients, published parameters
 ``sockets``        framing of messages, and the handshake
 """

@@ -2,11 +2,11 @@
 
     worker r                                      server
     WorkerLink.gradient --(bytes of slot r)---->  Listener.gradient(r)
-    WorkerLink.call(Request) --(doorbell)------>  Listener.events() -> Arrived(r, request)
+    WorkerLink.call(Request) ------------------>  Listener.events() -> Arrived(r, request)
                      <--(may come much later)---  Listener.reply(r, Reply)
     WorkerLink.read_parameters() <--------------  Listener.publish(version)
 
-Rules every implementation keeps: each byte has one writer; no message is unpickled; a worker has at most one request
+Rules of both ends: each byte has one writer; no message is unpickled; a worker has at most one request
 under way; the death of one worker is told as `Gone` and disturbs no other; a late or returning worker is told as
 `Joined`, with its rank, at any time; signs of life come as `Alive`, also while the worker computes.
 """
@@ -17,8 +17,9 @@ import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -80,14 +81,13 @@ class _Message:
 
     SIZE: ClassVar[int]
     _FORM: ClassVar[struct.Struct]  # of the fields, of how many numbers there are, of the payload's size
-    _FIELDS: ClassVar[tuple[str, ...]]
     _KINDS: ClassVar[type[IntEnum]]
 
     def pack(self) -> bytes:
         """Returns header and payload; raises ValueError if a number does not fit its field."""
         body = array("q", self.numbers).tobytes() + self.text.encode()
         try:
-            head = self._FORM.pack(*[getattr(self, name) for name in self._FIELDS], len(self.numbers), len(body))
+            head = self._FORM.pack(*[getattr(self, n) for n in _fields(type(self))], len(self.numbers), len(body))
         except struct.error as error:
             raise ValueError(
                 f"{error} (integers have 32 or 64 bits, substep and micro 16) in {self!r:.500}"
@@ -101,9 +101,9 @@ class _Message:
             kind, *values, count, size = cls._FORM.unpack(head)
             if size != len(body) or not 0 <= 8 * count <= size:
                 raise ValueError(f"a payload of {len(body)} bytes was announced as {size} with {count} numbers")
-            fields: dict[str, Any] = dict(zip(cls._FIELDS[1:], values, strict=True))
+            given: dict[str, Any] = dict(zip(_fields(cls)[1:], values, strict=True))
             numbers, text = tuple(array("q", body[: 8 * count])), body[8 * count :].decode()
-            return cls(kind=cls._KINDS(kind), **fields, numbers=numbers, text=text)
+            return cls(kind=cls._KINDS(kind), **given, numbers=numbers, text=text)
         except (struct.error, UnicodeDecodeError) as error:
             raise ValueError(f"not a {cls.__name__.lower()}: {error}") from error
 
@@ -111,6 +111,12 @@ class _Message:
     def body_size(cls, head: bytes) -> int:
         """Returns how many bytes of payload follow the header."""
         return cls._FORM.unpack(head)[-1]
+
+
+@cache
+def _fields(kind: type[_Message]) -> tuple[str, ...]:
+    """Returns the names of what is in a header, in order."""
+    return tuple(field.name for field in fields(kind) if field.name not in ("numbers", "text"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +142,7 @@ class Request(_Message):
     zeroes: int = 0
     slot: int = 0
 
-    _FORM: ClassVar = struct.Struct("<BHiiiqIIIddQiI")
-    _FIELDS: ClassVar = (
-        "kind", "substep", "epoch", "tick", "samples", "lease", "flags", "steps", "zeroes", "weight", "compute_s",
-        "slot",
-    )  # fmt: skip
+    _FORM: ClassVar = struct.Struct("<BiiqIHiddIIQiI")
     _KINDS: ClassVar = Ask
     SIZE: ClassVar[int] = _FORM.size
 
@@ -152,7 +154,7 @@ class Reply(_Message):
     Attributes:
         kind: what it is.
         version: of the parameters; with a grant, the one to compute with.
-        micro: of a grant, see `Granted` in `stale.decide.effects`; ``numbers`` are its spans, ``flags`` are what
+        micro: of a grant, see `Assigned` in `stale.decide.effects`; ``numbers`` are its spans, ``flags`` are what
             `Worker.wants_return` looks at.
         hint_start, hint_end: positions worth fetching ahead.
         generation: number of membership changes so far.
@@ -167,11 +169,7 @@ class Reply(_Message):
     generation: int = 0
     wasted: bool = False
 
-    _FORM: ClassVar = struct.Struct("<B?HiiiqqqqIII")
-    _FIELDS: ClassVar = (
-        "kind", "wasted", "micro", "epoch", "tick", "generation", "version", "lease", "hint_start", "hint_end",
-        "flags",
-    )  # fmt: skip
+    _FORM: ClassVar = struct.Struct("<BiiqIqHqqi?II")
     _KINDS: ClassVar = Say
     SIZE: ClassVar[int] = _FORM.size
 
@@ -256,11 +254,6 @@ class WorkerLink(ABC):
         If they change after all, say it again: the last content counts.
         """
 
-    def _check_inside(self, start: int, stop: int) -> None:
-        """Raises ValueError unless bytes ``[start, stop)`` lie in the slot."""
-        if not 0 <= start <= stop <= self.gradient.numel():
-            raise ValueError(f"bytes [{start}, {stop}) are not inside the slot's {self.gradient.numel()}")
-
     @abstractmethod
     def close_slot(self) -> int:
         """Ends writing; returns the sequence number for `Request.slot`. Bytes not `ready` yet become so."""
@@ -306,49 +299,3 @@ class WorkerLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the connection; idempotent, waits for nobody."""
-
-
-class Listener(ABC):
-    """The server's end. Used by one thread, except `wake`.
-
-    Attributes:
-        ranks: the workers it can serve, connected or not.
-    """
-
-    ranks: frozenset[int]
-
-    @abstractmethod
-    def events(self, timeout_s: float | None) -> list[Happened]:
-        """Waits until something happens, at most ``timeout_s`` (None: without limit; 0: not at all)."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Makes `events`, now or the next time, return early, with an empty list if need be; for other threads."""
-
-    @abstractmethod
-    def reply(self, rank: int, reply: Reply) -> None:
-        """Answers a worker's outstanding request; a worker that is gone meanwhile is ignored."""
-
-    @abstractmethod
-    def gradient(self, rank: int, slot: int) -> Tensor:
-        """Returns a worker's slot (uint8), to be read before the next `reply` to it.
-
-        Raises:
-            TornSlotError: it does not hold the content numbered ``slot``.
-        """
-
-    @abstractmethod
-    def publish(self, version: int, parameters: Tensor) -> None:
-        """Makes ``parameters`` (uint8, all of them) the newest version; readers never see half of it."""
-
-    @abstractmethod
-    def share_state(self, data: bytes) -> None:
-        """Keeps ``data`` to go out with each reply ``Say.STATE``, for `WorkerLink.read_state`."""
-
-    @abstractmethod
-    def dismiss(self, rank: int, reason: str) -> None:
-        """Ends a worker's connection; it is told as `Gone`, and the worker by a `LeftBehindError` when it looks."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends all connections and removes what lies on disk; idempotent."""

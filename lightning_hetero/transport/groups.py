@@ -82,16 +82,9 @@ def leave_default_group() -> None:
 
 
 def rebuild_default_group(
-    *,
-    store: dist.Store,
-    generation: int,
-    members: Sequence[int],
-    rank: int,
-    backend: str | None,
-    timeout: timedelta | None,
-    meeting_s: float = 60.0,
-    living: Callable[[], Collection[int]] | None = None,
-) -> None:
+    *, store: dist.Store, generation: int, members: Sequence[int], rank: int, backend: str | None,
+    timeout: timedelta | None, meeting_s: float = 60.0, living: Callable[[], Collection[int]] | None = None,
+) -> None:  # fmt: skip
     """Replaces the default process group by one of ``members`` only; all of them call it, nobody else.
 
     The old group may work, fail, or be gone already. Subgroups made with `torch.distributed.new_group` go with it.
@@ -122,11 +115,7 @@ def rebuild_default_group(
     hook = sys.excepthook
     try:
         dist.init_process_group(
-            backend,
-            store=own,
-            rank=list(members).index(rank),
-            world_size=len(members),
-            timeout=timeout,
+            backend, store=own, rank=list(members).index(rank), world_size=len(members), timeout=timeout
         )
     except RuntimeError:
         _forget_names()
@@ -177,14 +166,9 @@ def shrink_sampler(loader: DataLoader, members: Sequence[int], rank: int) -> boo
         epoch = sampler.epoch
         # Sets sizes as torch does, without asking a subclass's constructor for arguments nobody has kept.
         DistributedSampler.__init__(
-            sampler,
-            sampler.dataset,
-            num_replicas=len(members),
-            rank=index,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-            drop_last=sampler.drop_last,
-        )
+            sampler, sampler.dataset, num_replicas=len(members), rank=index, shuffle=sampler.shuffle,
+            seed=sampler.seed, drop_last=sampler.drop_last,
+        )  # fmt: skip
         sampler.epoch = epoch
         if unpadded:
             assert isinstance(sampler.dataset, Sized)
@@ -211,13 +195,9 @@ def _here(store: dist.Store, rank: int) -> Iterator[None]:
 
 
 def _meet(
-    store: dist.Store,
-    generation: int,
-    members: Sequence[int],
-    rank: int,
-    meeting_s: float,
+    store: dist.Store, generation: int, members: Sequence[int], rank: int, meeting_s: float,
     living: Callable[[], Collection[int]] | None,
-) -> None:
+) -> None:  # fmt: skip
     """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
     started, pause_s, ask_s = time.monotonic(), 0.001, _ASK_S
     missing = [m for m in members if m != rank]

@@ -1,6 +1,6 @@
 """The server's end for all workers: one thread, one socket per worker, one protocol (layer T); see `sockets`.
 
-    listener = ServerListener(near=..., far=..., ...)            # rank 0, before it forks the server
+    listener = Listener(near=..., far=..., ...)            # rank 0, before it forks the server
     server:  listener.events() ...                               # in the forked child, which keeps its descriptors
     rank 0:  listener.detach()                                   # files stay, descriptors go
     workers: connect(listener.near_address or listener.far_address, rank)
@@ -32,14 +32,12 @@ from lightning_hetero.transport.base import (
     Gone,
     Happened,
     Joined,
-    Listener,
     Reply,
     Request,
     Say,
 )
 from lightning_hetero.transport.memory import ServerMemory
 from lightning_hetero.transport.peer import Peer
-from lightning_hetero.transport.seqlock import check_sizes
 from lightning_hetero.transport.sockets import (
     HELLO_BYTES,
     WireError,
@@ -54,14 +52,14 @@ from lightning_hetero.transport.sockets import (
 
 _log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0  # for one that connects and says nothing
 _LAST_WORDS_S = 2.0  # for bodies that are under way when the server ends
 _READ_BYTES = 1 << 18
-_WAKE, _NEWS = b"!", b"."  # on the bell: `wake` was called; a thread that moves a body has news
 
 
-class ServerListener(Listener):
+class Listener:
     """See the module; made in the process that forks the server or in the server itself. Workers may connect at once.
+
+    Used by one thread.
 
     Args:
         near: the workers of this node, which share memory with the server.
@@ -70,11 +68,11 @@ class ServerListener(Listener):
         slot_bytes, parameter_bytes: size of each worker's slot, and of the parameters.
 
     Attributes:
+        ranks: the workers it can serve, connected or not.
         near_address: what workers on this node need to `connect`; empty if there are none.
         far_address: what others need; empty if there are none.
 
     Raises:
-        ValueError: a size is not positive, or ranks are none, negative or twice.
         OSError: no room for so much shared memory, or no socket.
     """
 
@@ -82,11 +80,8 @@ class ServerListener(Listener):
         self, *, near: Iterable[int] = (), far: Iterable[int] = (), host: str = "127.0.0.1", slot_bytes: int,
         parameter_bytes: int,
     ) -> None:  # fmt: skip
-        check_sizes(slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
         self._near, elsewhere = frozenset(near), frozenset(far)
         self.ranks = self._near | elsewhere
-        if not self.ranks or any(type(rank) is not int or rank < 0 for rank in self.ranks) or self._near & elsewhere:
-            raise ValueError(f"ranks={sorted(self.ranks)} must be whole numbers >= 0, at least one, and each once")
         self._memory = ServerMemory(self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
         self._token = secrets.token_bytes(16)
         self._doors: list[socket.socket] = []
@@ -107,7 +102,6 @@ class ServerListener(Listener):
         self._workers: dict[int, Peer] = {}
         self._news: deque[tuple[Peer, str | None]] = deque()  # of threads; None: a piece has gone; else how it ended
         self._happened: list[Happened] = []
-        self._woken = False
         self._open = True
 
     # ---- across the fork ----------------------------------------------------------------------------------
@@ -120,29 +114,22 @@ class ServerListener(Listener):
     # ---- the server's thread ------------------------------------------------------------------------------
 
     def events(self, timeout_s: float | None) -> list[Happened]:
+        """Waits until something happens, at most ``timeout_s`` (None: without limit; 0: not at all)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         selector = self._started()
         while True:
             rest_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            waited = 0.0 if self._happened else rest_s
-            if any(peer.rank is None for peer in self._peers):
-                waited = min(HELLO_TIMEOUT_S, HELLO_TIMEOUT_S if waited is None else waited)
-            for key, mask in selector.select(waited):
+            for key, mask in selector.select(0.0 if self._happened else rest_s):
                 if isinstance(key.data, Peer):
                     self._serve(key.data, mask, ended=key.fd == key.data.pidfd)
                 else:
                     key.data()
-            oldest_s = time.monotonic() - HELLO_TIMEOUT_S
-            for peer in [p for p in self._peers if p.rank is None and p.since < oldest_s]:
-                self._refuse(peer, f"said nothing for {HELLO_TIMEOUT_S:g} s")
-            if self._happened or self._woken or (deadline is not None and time.monotonic() >= deadline):
-                happened, self._happened, self._woken = self._happened, [], False
+            if self._happened or (deadline is not None and time.monotonic() >= deadline):
+                happened, self._happened = self._happened, []
                 return happened
 
-    def wake(self) -> None:
-        self._ring(_WAKE)
-
     def reply(self, rank: int, reply: Reply) -> None:
+        """Answers a worker's outstanding request; a worker that is gone meanwhile is ignored."""
         if (peer := self._workers.get(rank)) is None:
             return
         if reply.kind is not Say.STATE:
@@ -153,22 +140,29 @@ class ServerListener(Listener):
         self._flush(peer)
 
     def gradient(self, rank: int, slot: int) -> Tensor:
-        if rank not in self.ranks:
-            raise ValueError(f"rank={rank} has no slot here, only {sorted(self.ranks)}")
+        """Returns a worker's slot (uint8), to be read before the next `reply` to it.
+
+        Raises:
+            TornSlotError: it does not hold the content numbered ``slot``.
+        """
         return self._memory.slot(rank).check(slot)
 
     def publish(self, version: int, parameters: Tensor) -> None:
+        """Makes ``parameters`` (uint8, all of them) the newest version; readers never see half of it."""
         self._memory.parameters.publish(version, parameters)
 
     def share_state(self, data: bytes) -> None:
+        """Keeps ``data`` to go out with each reply ``Say.STATE``, for `WorkerLink.read_state`."""
         self._memory.state = bytes(data)
 
     def dismiss(self, rank: int, reason: str) -> None:
+        """Ends a worker's connection; it is told as `Gone`, and the worker by a `LeftBehindError` when it looks."""
         if (peer := self._workers.get(rank)) is not None:
             self._send(peer, Reply(kind=Say.LEFT, text=reason))  # stays to be read when the connection is closed
             self._drop(peer, reason)
 
     def close(self) -> None:
+        """Ends all connections; idempotent."""
         if self._open:
             deadline_s = time.monotonic() + _LAST_WORDS_S
             for peer in self._peers:
@@ -189,13 +183,9 @@ class ServerListener(Listener):
             self._selector.register(self._bell[0], selectors.EVENT_READ, self._answer_bell)
         return self._selector
 
-    def _ring(self, what: bytes) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
-            os.write(self._bell[1], what)
-
     def _answer_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._woken = _WAKE in os.read(self._bell[0], 4096) or self._woken
+            os.read(self._bell[0], 4096)
         while self._news:
             peer, how = self._news.popleft()
             if peer not in self._peers:
@@ -353,7 +343,8 @@ class ServerListener(Listener):
     def _tell(self, peer: Peer, how: str | None) -> None:
         """For a peer's threads."""
         self._news.append((peer, how))
-        self._ring(_NEWS)
+        with contextlib.suppress(BlockingIOError):  # full: the server wakes anyway
+            os.write(self._bell[1], b".")
 
     # ---- ends ---------------------------------------------------------------------------------------------
 

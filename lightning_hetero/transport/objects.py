@@ -3,7 +3,7 @@
 The law: what is unpickled comes from ranks of the same job, over a process group that the job has made, which no one
 else can join. What comes from outside (a server's clients, files) is never given to `unpacked`. The collectives for
 objects of `torch.distributed` follow the same law; those here wait as they are told to, e.g. with a look at what became
-of the other ranks.
+of the other ranks. Messages between stages travel over such a group, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def packed(value: object, *, tensors: bool = False) -> Tensor:
         tensors: it holds many tensors, on any device: views of the same memory stay such, as with `torch.save`.
     """
     if not tensors:
-        return torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
@@ -40,7 +40,17 @@ def unpacked(data: Tensor) -> Any:
     text = data.numpy().tobytes()
     if text.startswith(b"PK"):  # `torch.save`'s zip file
         return torch.load(io.BytesIO(text), map_location="cpu", weights_only=False)
-    return pickle.loads(text)
+    return from_bytes(text)
+
+
+def to_bytes(value: object) -> bytes:
+    """Returns a small value, without tensors, as bytes."""
+    return pickle.dumps(value, protocol=5)
+
+
+def from_bytes(data: bytes) -> Any:
+    """Returns the value that `to_bytes` has made bytes of; see the law above."""
+    return pickle.loads(data)
 
 
 def gathered(value: object, group: dist.ProcessGroup, wait: Wait) -> list[Any]:

@@ -10,8 +10,6 @@ four ranks on two cores a sum of 72 kB took a quarter of the time in one round.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,19 +17,6 @@ from torch import Tensor
 
 SMALL_BYTES = 256 * 2**10
 """What a rank sends for a sum in one round, at most: 2 ms at 1 Gbit/s."""
-
-
-class Waited(Protocol):
-    """What can be waited for as a collective: the part of `torch.distributed.Work` that is used."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self, timeout: timedelta = ..., /) -> bool: ...
-
-
-def wait_for(work: Waited) -> None:
-    """Waits as long as the group's timeout allows."""
-    work.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +30,7 @@ class Sum:
         largest: the greatest of all, not the sum.
     """
 
-    work: Waited
+    work: dist.Work
     own: Tensor
     parts: Tensor | None
     largest: bool = False

@@ -34,7 +34,6 @@ class Peer:
 
     Attributes:
         challenge: what it has to prove that it knows the run's secret with.
-        since: when it connected [s].
         inbox, outbox: what was read and not understood yet; what is to be sent.
         busy: what a thread does with the socket: "sends", "receives"; empty: there is none.
         watched: events that the selector looks at the socket for.
@@ -47,7 +46,6 @@ class Peer:
         self.challenge = secrets.token_hex(16)
         self.rank: int | None = None
         self.pidfd: int | None = None
-        self.since = time.monotonic()
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.busy = ""

@@ -13,6 +13,7 @@ What several ranks have to do together or not at all takes two meetings, one bef
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -22,11 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore
 
+from lightning_hetero.transport.aside import Aside
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError, ServerLostError
+
+T = TypeVar("T")
 
 _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.05
 _BEATS = 10  # signs of life within `liveness_s`, but one per second at least
@@ -41,13 +45,11 @@ class Roll:
         present: ranks that have come, ascending.
         sound: whether all of them have said so.
         lost: (rank, why) of those that were left out now.
-        said: what the host had to say, plain.
     """
 
     present: tuple[int, ...]
     sound: bool
     lost: tuple[tuple[int, str], ...]
-    said: Any
 
 
 class RollCall(ABC):
@@ -79,13 +81,12 @@ class RollCall(ABC):
         """A rank that comes late, or again, takes part from the next meeting on; said by all members alike."""
         self._ranks[rank] = self.meetings
 
-    def meet(self, what: str, *, sound: bool = True, said: Any = None) -> Roll:
+    def meet(self, what: str, *, sound: bool = True) -> Roll:
         """Waits for all ranks that live; returns what everybody is told.
 
         Args:
             what: the purpose, the same on all ranks.
             sound: what was done since the last meeting has worked here.
-            said: of the host: told to all.
 
         Raises:
             LeftBehindError: the others have gone on without this rank.
@@ -94,7 +95,7 @@ class RollCall(ABC):
         """
         self.meetings += 1
         self._over = True  # unless this is answered
-        told = self._told(what, sound, said)
+        told = self._told(what, sound)
         if ended := told.get("ended"):
             raise RemoteFailureError(ended)
         for rank, why in told["lost"]:
@@ -103,7 +104,7 @@ class RollCall(ABC):
             self._ranks.pop(rank, None)
         self._over = False
         lost = tuple((rank, why) for rank, why in told["lost"])
-        return Roll(tuple(told["present"]), told["sound"], lost, told["said"])
+        return Roll(tuple(told["present"]), told["sound"], lost)
 
     def fail(self, text: str) -> None:
         """This rank has failed: tells the others, as far as they can be reached; not what it was told itself."""
@@ -115,7 +116,7 @@ class RollCall(ABC):
         return f"{rank}.{self._ranks[rank]}"
 
     @abstractmethod
-    def _told(self, what: str, sound: bool, said: Any) -> dict[str, Any]:
+    def _told(self, what: str, sound: bool) -> dict[str, Any]:
         """Returns what the host has decided."""
 
     @abstractmethod
@@ -145,7 +146,7 @@ class HostRollCall(RollCall):
         self._patience_s, self._least = patience_s, least
         self._heard: dict[str, bytes] = {}
 
-    def _told(self, what: str, sound: bool, said: Any) -> dict[str, Any]:
+    def _told(self, what: str, sound: bool) -> dict[str, Any]:
         store, number = self._store, self.meetings
         assert store is not None
         come: dict[int, dict[str, Any]] = {self.rank: {"what": what, "sound": sound}}
@@ -166,7 +167,7 @@ class HostRollCall(RollCall):
             }
         else:
             everything = all(one["sound"] for one in come.values())
-            told = {"present": sorted(come), "sound": everything, "lost": sorted(lost.items()), "said": said}
+            told = {"present": sorted(come), "sound": everything, "lost": sorted(lost.items())}
         for rank, why in lost.items():
             store.set(f"out/{self._name(rank)}", why)
             del self._ranks[rank]
@@ -227,6 +228,8 @@ class HostRollCall(RollCall):
 class GuestRollCall(RollCall):
     """The end of a rank that comes to the host.
 
+    Whatever it asks the store is asked from a thread: a host that is stopped would hold this one.
+
     Args:
         host, port: of the host's store.
         rank, ranks, liveness_s, met: see `RollCall`; ``ranks`` has this one.
@@ -240,158 +243,102 @@ class GuestRollCall(RollCall):
         super().__init__(rank, ranks, liveness_s=liveness_s, met=met)
         self._patience_s = 2 * patience_s
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(10.0, liveness_s)))
-        self._thread: _Caller | None = _Caller(store, rank, self._name(rank), self._beat_s)
-
-    def _told(self, what: str, sound: bool, said: Any) -> dict[str, Any]:
-        assert self._thread is not None
-        text = json.dumps({"what": what, "sound": sound})
-        return self._thread.ask(self.meetings, text, self._liveness_s, self._patience_s)
-
-    def _fail(self, text: str) -> None:
-        if self._thread is not None:
-            self._thread.fail(text)
-
-    def close(self, *, bye: bool = True) -> None:
-        """Lets go of the store; without ``bye`` as a process that was killed does."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end(self._beat_s, bye=bye)
-
-
-class _Caller(threading.Thread):
-    """All that a guest says to the store: a host that is stopped would hold whoever speaks to it.
-
-    Args:
-        store: the host's.
-        rank: this one.
-        name: of this process.
-        beat_s: time between two signs of life [s].
-    """
-
-    def __init__(self, store: Store, rank: int, name: str, beat_s: float) -> None:
-        super().__init__(name=f"roll-call-{rank}", daemon=True)
         self._store: Store | None = store
-        self._rank, self._key, self._beat_s = rank, name, beat_s
-        self._condition = threading.Condition()
-        self._errands, self._looks_for = list[tuple[str, str]](), 0  # to be written; meeting
-        self._told: dict[str, Any] | None = None
-        self._error: Exception | None = None
-        self._ended = ""  # why, if the run has
-        self._heard = 0  # answers of the store
-        self._over = False
-        self.start()
+        self._pulse = _Pulse(store, self._name(rank), self._beat_s)
 
-    def ask(self, number: int, text: str, liveness_s: float, patience_s: float) -> dict[str, Any]:
-        """Comes to a meeting and returns what is told there."""
-        with self._condition:
-            self._errands.append((f"come/{number}/{self._rank}", text))
-            self._told, self._looks_for = None, number
-            self._condition.notify_all()
-            self._wait_for(lambda: self._told is not None, liveness_s, patience_s)
-            assert self._told is not None
-            return self._told
+    def _told(self, what: str, sound: bool) -> dict[str, Any]:
+        number, come = self.meetings, json.dumps({"what": what, "sound": sound})
+        self._ask(lambda store: store.set(f"come/{number}/{self.rank}", come))
+        end_s, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            key, found = self._ask(self._look)
+            if key == "met":
+                return json.loads(found)
+            if key == "failed":
+                raise RemoteFailureError(found)
+            if key == "out":
+                raise LeftBehindError(_left_behind(self.rank, found))
+            if time.monotonic() > end_s:
+                raise self._lost(f"it did not come to where the others met, for {self._patience_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(_PAUSE_S, 2 * pause_s)
 
-    def fail(self, text: str) -> None:
-        with self._condition:
-            self._errands.append(("failed", text))
-            self._condition.notify_all()
-            with suppress(ServerLostError, RemoteFailureError):
-                self._wait_for(lambda: not self._errands, _GOODBYE_S)
+    def _look(self, store: Store) -> tuple[str, str]:
+        """Returns what there is to be read, the more important first, and its kind; empty if there is nothing."""
+        for key in (f"met/{self.meetings}", "failed", f"out/{self._name(self.rank)}"):
+            if store.check([key]):
+                return key.partition("/")[0], store.get(key).decode()
+        return "", ""
 
-    def end(self, limit_s: float, *, bye: bool = True) -> None:
-        """Ends the thread; one that the host holds is left to itself."""
-        with self._condition:
-            if bye:
-                self._errands.append((f"bye/{self._key}", ""))
-            self._over = True
-            self._condition.notify_all()
-        self.join(limit_s)
-
-    def _wait_for(self, happened: Callable[[], bool], limit_s: float, patience_s: float = math.inf) -> None:
-        heard, silent_s, waited_s, last_s = self._heard, 0.0, 0.0, time.monotonic()
-        while not happened():
-            if self._error is not None:
-                raise self._lost(str(self._error)) from self._error
-            self._condition.wait(self._beat_s)
-            now_s = time.monotonic()
-            passed_s, last_s = min(now_s - last_s, 2 * self._beat_s), now_s
-            heard, silent_s = self._heard, 0.0 if self._heard != heard else silent_s + passed_s
-            waited_s += passed_s
-            if silent_s > limit_s:
-                raise self._lost(f"no sign of life for {limit_s:g} s")
-            if waited_s > patience_s:
-                raise self._lost(f"it did not come to where the others met, for {patience_s:g} s")
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        """Returns the store's answer; raises ServerLostError if it has none, or is silent."""
+        if (store := self._store) is None:
+            raise ServerLostError("this rank has left")
+        aside = Aside(lambda: question(store), f"roll-call-{self.rank}")
+        # In turns: if this process was stopped, so perhaps was the whole job.
+        for _ in range(math.ceil(self._liveness_s / self._beat_s)):
+            if aside.ends_within(self._beat_s):
+                try:
+                    return aside.result()
+                except RuntimeError as error:
+                    raise self._lost(str(error)) from error
+        raise self._lost(f"no sign of life for {self._liveness_s:g} s")
 
     def _lost(self, why: str) -> Exception:
-        if self._ended:
-            return RemoteFailureError(self._ended)
-        if isinstance(self._error, LeftBehindError):
-            return self._error
+        if self._pulse.ended:
+            return RemoteFailureError(self._pulse.ended)
         return ServerLostError(
             f"rank 0, without which the others cannot go on, has died or is cut off ({why}): resume from the last"
             " checkpoint"
         )
 
+    def _fail(self, text: str) -> None:
+        self._leave(lambda store: store.set("failed", text))
+
+    def close(self) -> None:
+        self._leave(lambda store: store.set(f"bye/{self._name(self.rank)}", ""))
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Lets go of the store without a word, as a process does that was killed; idempotent."""
+        self._pulse.over.set()
+        self._store = None
+
+    def _leave(self, last: Callable[[Store], object]) -> None:
+        with suppress(ServerLostError, RemoteFailureError):
+            self._ask(last)
+
+
+class _Pulse(threading.Thread):
+    """Gives signs of life, and notices that the run has ended: no other rank waits for this one then.
+
+    Args:
+        store: the host's.
+        name: of this process, see `RollCall`.
+        beat_s: time between two signs of life [s].
+
+    Attributes:
+        over: set to end it.
+        ended: why the run has ended; empty if it has not.
+    """
+
+    def __init__(self, store: Store, name: str, beat_s: float) -> None:
+        super().__init__(name=f"pulse-{name}", daemon=True)
+        self._store, self._key, self._beat_s = store, name, beat_s
+        self.over, self.ended = threading.Event(), ""
+        self.start()
+
     def run(self) -> None:
-        pause_s, signs, next_s = _FIRST_PAUSE_S, 0, 0.0
-        try:
-            while True:
-                now_s = time.monotonic()
-                if now_s >= next_s:
-                    signs, next_s = signs + 1, now_s + self._beat_s
-                    self._say(f"pulse/{self._key}", str(signs))
-                    self._look("failed")
-                with self._condition:
-                    errands, self._errands = self._errands[:], []
-                for key, value in errands:
-                    self._say(key, value)
-                    pause_s = _FIRST_PAUSE_S
-                with self._condition:
-                    if self._over and not self._errands:
-                        return
-                    number = self._looks_for
-                if number:
-                    self._look(f"met/{number}", number)
-                    self._look(f"out/{self._key}")
-                with self._condition:
-                    if not self._errands and not self._over:
-                        self._condition.wait(pause_s if self._looks_for else self._beat_s)
-                pause_s = min(_PAUSE_S, 2 * pause_s)
-        except Exception as error:
-            if self._ended:  # nobody has to wait until this rank comes to a meeting, and hears of it
-                with suppress(RuntimeError):
-                    self._say(f"bye/{self._key}", "")
-            with self._condition:
-                self._error = error
-                self._condition.notify_all()
-        finally:
-            self._store = None
-
-    def _say(self, key: str, value: str) -> None:
-        assert self._store is not None
-        self._store.set(key, value)
-        with self._condition:
-            self._heard += 1
-            self._condition.notify_all()
-
-    def _look(self, key: str, number: int = 0) -> None:
-        """Takes what stands there, if anything does."""
-        store = self._store
-        assert store is not None
-        found = store.get(key).decode() if store.check([key]) else None
-        with self._condition:
-            self._heard += 1
-            if found is None:
-                return
-            if number:
-                self._told, self._looks_for = json.loads(found), 0
-            elif key == "failed":
-                self._ended = found
-            elif self._looks_for:  # and not told otherwise
-                raise LeftBehindError(_left_behind(self._rank, found))
-            if self._ended and not number:
-                raise RemoteFailureError(found)
-            self._condition.notify_all()
+        with suppress(RuntimeError):  # who asks the store hears of it, too
+            for sign in itertools.count(1):
+                self._store.set(f"pulse/{self._key}", str(sign))
+                if self._store.check(["failed"]):
+                    self.ended = self._store.get("failed").decode()
+                    self._store.set(f"bye/{self._key}", "")
+                    break
+                if self.over.wait(self._beat_s):
+                    break
+        del self._store
 
 
 def _left_behind(rank: int, why: str) -> str:

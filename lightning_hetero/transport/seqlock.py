@@ -62,21 +62,6 @@ def copy_bytes(out: Tensor, source: Tensor, threads: int) -> None:
         helper.join()
 
 
-def check_flat(name: str, tensor: Tensor, size_bytes: int) -> None:
-    """Raises TypeError or ValueError unless ``tensor`` is flat uint8 of ``size_bytes``."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8:
-        raise TypeError(f"{name} must be a tensor of bytes (torch.uint8), not {getattr(tensor, 'dtype', type(tensor))}")
-    if tensor.shape != (size_bytes,) or not tensor.is_contiguous():
-        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, need ({size_bytes},), contiguous")
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raises ValueError unless every size is a whole number >= 1."""
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number >= 1")
-
-
 def _aligned(size_bytes: int) -> int:
     """Returns ``size_bytes`` rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -105,7 +90,6 @@ class Slot:
     """
 
     def __init__(self, memory: Tensor, data_bytes: int) -> None:
-        check_flat("memory", memory, self.size(data_bytes))
         self._memory = memory  # what the words are a view of
         self._words = _words(memory, 1)
         self.data = memory[PAGE_BYTES : PAGE_BYTES + data_bytes]
@@ -174,7 +158,6 @@ class ParameterArea:
     _COUNT, _SEQUENCE, _VERSION = 0, (1, 2), (3, 4)
 
     def __init__(self, memory: Tensor, data_bytes: int) -> None:
-        check_flat("memory", memory, self.size(data_bytes))
         self._words = _words(memory, 5)
         first, second = PAGE_BYTES, PAGE_BYTES + _aligned(data_bytes)
         self._buffers = memory[first : first + data_bytes], memory[second : second + data_bytes]
@@ -189,7 +172,6 @@ class ParameterArea:
 
         With several threads if that takes time: most workers wait for it.
         """
-        check_flat("parameters", parameters, self._buffers[0].numel())
         words = self._words
         count = words[self._COUNT] + 1
         which = count % 2
@@ -207,7 +189,6 @@ class ParameterArea:
         Raises:
             RuntimeError: nothing was published yet.
         """
-        check_flat("into", into, self._buffers[0].numel())
         words = self._words
         while count := words[self._COUNT]:
             which = count % 2

@@ -36,7 +36,7 @@ PIECE_BYTES = 1 << 20
 
 _HELLO = struct.Struct("<8sIi32s")
 HELLO_BYTES = _HELLO.size
-_MAGIC, _FORMAT = b"lhstale\0", 2
+_MAGIC, _FORMAT = b"lhstale\0", 3
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)  # a forked server may have the default SIGPIPE: death
 _NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 
@@ -150,12 +150,10 @@ def _unix_address(name: str) -> str:
 
 def tcp_door(host: str) -> socket.socket:
     """Listens where peers that know ``host`` arrive; on a loopback address nobody else can connect."""
-    if host in ("localhost", "127.0.0.1"):
-        door = socket.create_server(("127.0.0.1", 0), backlog=128)
-    elif socket.has_dualstack_ipv6():
+    if host not in ("localhost", "127.0.0.1") and socket.has_dualstack_ipv6():
         door = socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     else:
-        door = socket.create_server(("", 0), backlog=128)
+        door = socket.create_server(("127.0.0.1" if host in ("localhost", "127.0.0.1") else "", 0), backlog=128)
     door.setblocking(False)
     return door
 

@@ -38,8 +38,7 @@ from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman, kalman
 from lightning_hetero.stale import policy as stale_policy
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.stale.decide.report.summary import engine_metrics
+from lightning_hetero.stale.decide.report import Counts, Measures, engine_metrics
 from lightning_hetero.types import SpeedSample, StepReport
 from tests.docs.kit import ENGINES, REFERENCE, ROOT, THEORY, Engine, rows, section
 
@@ -127,7 +126,7 @@ MEASURES = Measures(
         updates=1, staleness=Counter({0: 6, 1: 2}), hold_s={0: 0.1}, apply_s=0.1, longest_queue=1,
         samples=Counter({0: 4, 1: 4}),
     ),
-    epoch=0, tick=1, version_gap=0, shares=(4, 4), predicted_s=(0.1, 0.1), equal_s=(0.1, 0.1),
+    epoch=0, global_step=1, version_gap=0, shares=(4, 4), predicted_s=(0.1, 0.1), equal_s=(0.1, 0.1),
 )  # fmt: skip
 
 

@@ -122,8 +122,13 @@ def stranger(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_wheel_contains_every_config_and_the_plugin(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_contains_every_config_the_plugin_the_licence_and_the_commands(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names, info = set(archive.namelist()), "lightning_hetero-0.1.0.dist-info"
+    commands = archive.read(f"{info}/entry_points.txt").decode()
+    for name in ("train", "plan", "doctor", "report"):
+        assert f"lightning-hetero-{name} = lightning_hetero.cli.{name}:main" in commands
+    assert f"{info}/licenses/LICENSE" in names
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")]
     configs = {f"lightning_hetero/{file}" for file in files}
     own = ROOT / "lightning_hetero" / "cli" / "conf"
@@ -134,7 +139,7 @@ def test_the_wheel_contains_every_config_and_the_plugin(wheel: Path) -> None:
     assert {"lightning_hetero/conf/__init__.py", "lightning_hetero/py.typed"} <= names
     assert "hydra_plugins/__init__.py" not in names
     top = {name.split("/")[0] for name in names}
-    assert top == {"lightning_hetero", "hydra_plugins", "lightning_hetero-0.1.0.dist-info"}
+    assert top == {"lightning_hetero", "hydra_plugins", info}
     assert not any(name.startswith("lightning_hetero/_hydra") for name in names)
 
 
@@ -147,15 +152,6 @@ def test_an_editable_install_adds_the_package_and_the_plugin_to_the_path(tmp_pat
     (path_file,) = [name for name in archive.namelist() if name.endswith(".pth")]
     assert archive.read(path_file).decode().splitlines() == [str(path) for path in CHECKOUT]
     assert not any(name.endswith((".py", ".yaml")) for name in archive.namelist())
-
-
-def test_the_wheel_ships_licence_and_command(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    info = "lightning_hetero-0.1.0.dist-info"
-    commands = archive.read(f"{info}/entry_points.txt").decode()
-    assert "lightning-hetero-train = lightning_hetero.cli.train:main" in commands
-    assert "lightning-hetero-report = lightning_hetero.cli.report:main" in commands
-    assert f"{info}/licenses/LICENSE" in archive.namelist()
 
 
 @pytest.mark.parametrize("kind", ["wheel", "checkout"])

@@ -30,7 +30,7 @@ def all_rows(dataset: Any) -> list[tuple[bytes, int]]:
 
 
 def test_the_split_is_a_partition_and_the_same_for_everybody(digits: DigitsData) -> None:
-    other = DigitsData(batch_size=64, num_workers=0)
+    other = DigitsData(batch_size=64)
     other.setup("validate")
     assert all_rows(digits.train) == all_rows(other.train)
     assert all_rows(digits.val) == all_rows(other.val)

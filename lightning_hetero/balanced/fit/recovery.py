@@ -52,23 +52,23 @@ class Recovery:
         weight: tells what a piece counts.
         cap: what is known of this rank's memory; kept up to date.
         constant: see `compat.weigh_logs`.
+        learned: told what a failure has taught, for a trace.
     """
 
     def __init__(
         self, trainer: Trainer, model: nn.Module, *, device: HostDevice, weight: LossWeight, cap: MemoryCap,
-        constant: Callable[[int], bool],
+        constant: Callable[[int], bool], learned: Callable[[Mapping[str, Any]], None],
     ) -> None:  # fmt: skip
         self.cap = cap
         self._believed = True  # the last step was done at once, or as planned
         self._trainer, self._model = trainer, model
         self._module: LightningModule = trainer.lightning_module
-        self._weight, self._constant = weight, constant
+        self._weight, self._constant, self._learned = weight, constant, learned
         self._memory = MemoryWatch(device, cap)
         self._pieces = PieceRunner(trainer, model, device=device, cap=cap)
         self._taken = GradientsTaken(self._module.parameters())
         self._step = GuardedStep(self._module.training_step, None, ())
         self._backward_passes = 0
-        self._learned: Mapping[str, Any] = {}
         self._warned = False
 
     def close(self) -> None:
@@ -281,15 +281,10 @@ class Recovery:
         """
         return self._believed or not (self._pieces.tried or fit)
 
-    def take_learned(self) -> Mapping[str, Any]:
-        """Returns and forgets what the last failure has taught, for a trace; empty: nothing new."""
-        learned, self._learned = self._learned, {}
-        return learned
-
     def _tell(self, step: GuardedStep, samples: int) -> None:
         """Keeps what was learned, and says so once in a fit, on this rank, whichever it is."""
         cap = self.cap
-        self._learned = {"failed": samples, "most": cap.most}
+        self._learned({"failed": samples, "most": cap.most})
         if self._warned:
             return
         self._warned = True

@@ -119,11 +119,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self._recovery is not None:
             self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
-            device, constant = device_of(self.trainer.strategy.root_device), self.binder.stands_for_part
             self._recovery = Recovery(
-                self.trainer, model, device=device, weight=self.weight, cap=self.cap, constant=constant
-            )
+                self.trainer, model, device=device_of(self.trainer.strategy.root_device), weight=self.weight,
+                cap=self.cap, constant=self.binder.stands_for_part, learned=self._learned,
+            )  # fmt: skip
             self.undo.callback(self._recovery.close)
+
+    def _learned(self, data: Mapping[str, Any]) -> None:
+        if self.part is not None:
+            self.events.note("memory", self.part.epoch, self.part.step, data)
 
     def wants_wrapping(self) -> bool:
         """Whether DDP has to wrap the module again, see `Trained`."""
@@ -176,12 +180,12 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def transfer(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """The next batch was fetched: which part is it, what does it weigh. Returns it, moved to the device."""
         self._open()
-        counted = self._counts.before(batch)
-        with self.probe.transferring():
-            batch = move(batch)
-        if not counted:
-            self._count(batch)
-        return batch
+
+        def timed(host: Any) -> Any:
+            with self.probe.transferring():
+                return move(host)
+
+        return self._counts.moved(batch, timed)
 
     def _open(self) -> None:
         if self.binder.equal is not None:
@@ -267,8 +271,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return
         self.probe.exchanged()
         if self.automatic:
-            learned = self._recovery.take_learned() if self._recovery is not None else {}
-            self.times.note((self.part, learned) if learned else None)
+            self.times.note()
             self.probe.updating()
         else:
             self.probe.resume()

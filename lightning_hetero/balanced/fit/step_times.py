@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.base.run import EventLog
@@ -72,7 +70,7 @@ class StepTimes:
             if believed:
                 controller.measured(done.computed, compute_s, self._wait_s, done.work)
             self._timed.append((done, compute_s))
-        self.note(None)
+        self.note()
         if self.synced and decides and controller.wants_exchange(part.epoch, part.step):
             ran = part.shares if self._binder.cuts_by_cost else ()
             wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, ran=ran, **self._told()))
@@ -103,10 +101,8 @@ class StepTimes:
             data = {"shares": list(decision.shares), **told}
             self._events.note("decision", part.epoch, part.step, data)
 
-    def note(self, learned: tuple[Part, Mapping[str, Any]] | None) -> None:
-        """Notes what was learned of memory, and measured steps once their own wait is known."""
-        if learned is not None:
-            self._events.note("memory", learned[0].epoch, learned[0].step, learned[1])
+    def note(self) -> None:
+        """Notes measured steps once their own wait is known."""
         while self._timed and (wait_s := self._probe.take_wait()) is not None:
             self._wait_s = wait_s
             part, compute_s = self._timed.popleft()

@@ -193,7 +193,7 @@ class Course:
 def step_report(rows: Sequence[ClientRow], sizes: Sequence[int], predicted_s: Sequence[float]) -> StepReport:
     """Returns samples, own work and waiting of each rank's local steps: means over the steps that were measured.
 
-    Of a rank that made none, e.g. because it took no part, a time of 0 says nothing.
+    A rank that made none, e.g. because it took no part, has a time of 0, which says nothing.
 
     Args:
         rows: of all ranks; of zeros, for those that were not there.

@@ -1,7 +1,6 @@
 """What is done with parameters and optimizer states when ranks meet (layer T).
 
 ``own``        batches of the data that a rank has for itself
-``averaging``  the weighted average of tensors over ranks; FedProx's pull towards it
-``states``     tensors and counts inside optimizers
+``averaging``  the weighted average of tensors and optimizer states over ranks; FedProx's pull towards it
 ``server``     what a server makes of the average: momentum, Adam
 """

@@ -29,7 +29,6 @@ from lightning_hetero.pipeline.fit.leader_step import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.wires import RunOnRank
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
-from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.step.attributes import (
     Buffers,
     Change,
@@ -90,7 +89,7 @@ class EvaluationBatches:
         self._begun = False  # this rank has had a step of this evaluation run by its leader
         self._exchanged: set[Path] = set()  # attributes that steps for this rank have set
 
-    def settle(self, plan: PipelinePlan, runner: StageRunner | WholeStep | None) -> None:
+    def settle(self, plan: PipelinePlan, runner: StageRunner | None) -> None:
         """Takes the plan that is in force from now on; not during an evaluation.
 
         Args:

@@ -27,13 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
+from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.side_channel import SideChannel
 
 _SAME = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute", "rank_zero_only")
@@ -109,7 +110,7 @@ class StepLogs:
     """
 
     def __init__(
-        self, module: LightningModule, channel: SideChannel, *, wait: Callable[[Waited], object] = wait_for
+        self, module: LightningModule, channel: SideChannel, *, wait: Callable[[dist.Work], object] = dist.Work.wait
     ) -> None:
         self._module = module
         self._channel = channel

@@ -19,7 +19,6 @@ import torch
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.timer import RestProbe
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
@@ -31,9 +30,8 @@ from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
 from lightning_hetero.pipeline.fit.wires import Emulation, RunOnRank, Wires
-from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
+from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
-from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
@@ -110,10 +108,10 @@ class RankInPlan:
         self._wires = Wires(run, planned.plan)
         self.logs = StepLogs(module, channel, wait=run.failures.wait)
         self.emulation = Emulation(run)
-        self.busy = self.emulation.paced(BusyTime(device))
+        self.busy = self.emulation.paced(device)
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
-        self.runner: StageRunner | WholeStep | None = None
+        self.runner: StageRunner | None = None
         self.evaluation = EvaluationBatches(run, self.logs)
         self.held = Holdings(run, ownership, self._wires)
         self.follow(planned)
@@ -190,7 +188,7 @@ class RankInPlan:
             self.busy.parts = {} if group is None else parts_of(self.costs, group, rank, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
-        if same and isinstance(self.runner, StageRunner):
+        if same and self.runner is not None:
             assert group is not None
             self.runner.follow(self._times_of(group), partial(_policy, group))
         elif not same:
@@ -218,10 +216,8 @@ class RankInPlan:
 
         return times
 
-    def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
+    def _runner_of(self, group: GroupPlan) -> StageRunner:
         run, settings = self.run, self.run.settings
-        if isinstance(run.backbone, Undivided):
-            return WholeStep(failures=run.failures, seed=settings.seed, pace=self.busy)
         for_all_plans = RunnerSettings(
             rank=run.channel.rank,
             device=settings.device,
@@ -239,7 +235,7 @@ class RankInPlan:
             for_all_plans,
             run.backbone.layers,
             group=group,
-            cut=run.backbone.cut() if self.leads else None,
+            cut=run.backbone.cut() if self.leads and not isinstance(run.backbone, Undivided) else None,
             times=self._times_of(group),
             policy=partial(_policy, group),
             calls=self.planned.calls,
@@ -250,7 +246,7 @@ class RankInPlan:
 
         Emulated devices are not timed; their links are, where those are emulated, too.
         """
-        if not isinstance(self.runner, StageRunner):
+        if self.runner is None:
             return [], []
         links, layer_s = self.runner.measured()
         return links if self.run.scenario is None or self.run.settings.emulate_links else [], layer_s
@@ -272,7 +268,7 @@ class RankInPlan:
 
     def time_layers(self, now: bool) -> None:
         """Whether this rank's layers are timed one by one from here on."""
-        if isinstance(self.runner, StageRunner):
+        if self.runner is not None:
             self.runner.time_layers(now)
 
     def refuse_kept(self) -> None:

@@ -131,7 +131,7 @@ class TrainBatches:
                         step, micro_batches, scale=self.gradients.scale, before_last_backward=arm
                     )
             else:
-                place.runner.serve(step, sizes, numbers, before_last_backward=arm)
+                place.runner.serve(step, sizes, before_last_backward=arm)
         self._kept.check(part.samples, len(sizes))
         place.busy.end()
         if not accumulates:

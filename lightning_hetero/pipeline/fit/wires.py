@@ -15,13 +15,12 @@ from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
@@ -190,12 +189,12 @@ class Emulation:
         self._run, self._rank = run, run.channel.rank
         self._links = run.settings.emulate_links
 
-    def paced(self, busy: BusyTime) -> BusyTime | EmulatedPace:
-        """Returns what takes an emulated device's time."""
+    def paced(self, device: torch.device) -> BusyTime:
+        """Returns what adds up computations, and takes an emulated device's time for them."""
         run = self._run
         if run.scenario is None:
-            return busy
-        return EmulatedPace(busy, run.scenario, self._rank, step_of=run.scenario_step)
+            return BusyTime(device)
+        return EmulatedPace(device, run.scenario, self._rank, step_of=run.scenario_step)
 
     def clock(self, peer: int) -> LinkClock | SlowClock:
         """Returns what times that which comes from a neighbour, global rank."""

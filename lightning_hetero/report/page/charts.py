@@ -84,27 +84,20 @@ class Bar:
         return math.fsum(value for _, value in self.parts)
 
 
-def bars(rows: Sequence[Bar], *, label: str, mark: float = math.nan, mark_text: str = "") -> str:
-    """Returns horizontal bars, with a vertical line at ``mark``."""
-    most = max([row.length for row in rows] + ([] if math.isnan(mark) else [mark]), default=0.0) or 1.0
+def bars(rows: Sequence[Bar], *, label: str) -> str:
+    """Returns horizontal bars."""
+    most = max((row.length for row in rows), default=0.0) or 1.0
     left = min(200.0, 10.0 + max(text_width(row.name) for row in rows))
     right = 8.0 + max(text_width(row.text) for row in rows)
-    head = 16.0 if mark_text else 2.0
-    drawing = Drawing(_ROW * len(rows) + head + 4.0, label)
+    drawing = Drawing(_ROW * len(rows) + 6.0, label)
     scale = (WIDTH - left - right) / most
     for i, row in enumerate(rows):
-        y, x = head + _ROW * i + 2.0, left
+        y, x = _ROW * i + 4.0, left
         drawing.text(0.0, y + 11.0, row.name, most=left - 6.0)
         for kind, value in row.parts:
             drawing.rect(x, y, value * scale, _BAR, kind, tip=row.tip)
             x += max(0.0, value) * scale
         drawing.text(x + 5.0, y + 11.0, row.text)
-    if not math.isnan(mark):
-        x = left + mark * scale
-        drawing.line(x, head - 2.0, x, drawing.height - 2.0, "mark")
-        if mark_text:
-            near = x > WIDTH / 2.0
-            drawing.text(x + (-4.0 if near else 4.0), 11.0, mark_text, "mute", anchor="end" if near else "start")
     return drawing.svg()
 
 
@@ -126,7 +119,6 @@ def lines(
     label: str,
     x_name: str,
     y_name: str,
-    from_zero: bool = True,
     marks: Sequence[tuple[float, str]] = (),
     level: float = math.nan,
 ) -> str:
@@ -136,7 +128,6 @@ def lines(
         series: lines; without ``x`` points are numbered from 0.
         label: what it says.
         x_name, y_name: of the axes; x counts something.
-        from_zero: whether the y axis begins at 0.
         marks: places on the x axis with a vertical line, and what happened there.
         level: a horizontal line.
     """
@@ -146,8 +137,7 @@ def lines(
     ]
     values = [b for line in points for _, b in line] + ([] if math.isnan(level) else [level])
     xs = [a for line in points for a, _ in line] or [0.0]
-    low, high = (0.0 if from_zero else min(values, default=0.0)), max(values, default=1.0)
-    low = min(low, min(values, default=0.0))
+    low, high = min([0.0, *values]), max(values, default=1.0)
     if high - low < 1e-12:
         high = low + 1.0
     y_ticks = _ticks(low, high, most=5)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from html import escape
 
 WIDTH = 420.0
-"""Of every drawing, in units: wide enough for a table of ranks, and its letters can be read on a phone's 360 pixels."""
+"""The width of every drawing, in units: wide enough for many ranks, and legible on a phone's 360 pixels."""
 
 RANK_COLOURS = 8
-"""How many; ranks beyond begin again."""
+"""The number of colours; ranks beyond begin again."""
 
 _LETTER = 7.2  # a letter's mean width at the usual size
 

@@ -52,7 +52,7 @@ _HOLDS = {
     "waiting": "what is beyond that",
     "between": "all else, e.g. callbacks and logging",
 }
-"""What the stages of a step are."""
+"""The stages of a step in words, by kind."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

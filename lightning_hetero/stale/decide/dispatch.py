@@ -5,7 +5,9 @@
 - *Room.* One sample per later global step of the epoch stays unassigned, so that each of them has an update.
 - *Second issue.* When no sample may be given out any more, an idle worker computes an overdue chunk a second time; the
   first result wins.
-- *Somebody works.* Workers that would all wait for one another without end do not: the first one gets a sample.
+- *Some worker works.* Where all would wait for one another without end, the first one gets a sample.
+
+Shares follow speeds up to the moment of a claim; slices are fixed once, so early that workers can fetch them.
 """
 
 from __future__ import annotations
@@ -13,124 +15,119 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from lightning_hetero.stale.decide.effects import Granted, Passed, Span
+from lightning_hetero.stale.decide.effects import Assigned, Passed, Span
 from lightning_hetero.stale.decide.epoch import Epoch
-from lightning_hetero.stale.decide.intervals import size
 from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
 from lightning_hetero.stale.decide.speeds import StepTime
-from lightning_hetero.stale.decide.workers import HeldClaim, Lease, Workers, WorkerState, expected_in_s
-
-
-class Sizing:
-    """Shares follow speeds up to the moment of a claim; slices are fixed once, ``ahead`` ticks early.
-
-    Args:
-        policy: whether shares are equal or by speed.
-        workers: who is live, and how fast.
-        ahead: fix slices so many ticks early, so that workers can fetch them.
-    """
-
-    def __init__(self, policy: Policy, workers: Workers, *, ahead: int = 0) -> None:
-        self._policy, self._workers, self._ahead = policy, workers, ahead
-
-    def _split(self, total: int) -> Mapping[int, int]:
-        workers = self._workers
-        return workers.speeds.split(workers.ranks(), total, equal=self._policy.equal_shares)
-
-    def shares(self, books: Epoch) -> tuple[int, ...]:
-        """Returns samples per rank, from 0 to the highest, of the present batch; 0 for ranks that are not live."""
-        split = self._split(books.batch)
-        return tuple(split.get(rank, 0) for rank in range(max((w.rank for w in self._workers), default=-1) + 1))
-
-    def share(self, books: Epoch, rank: int) -> int:
-        """Returns the worker's part of the present batch [samples]."""
-        planned = books.ledger.planned(rank, books.tick)
-        if self._policy.equal_shares:
-            return planned
-        present = self._split(books.batch).get(rank, 0)
-        # Slices fixed earlier are kept unless speeds have really changed: they may have been fetched already.
-        return planned if abs(planned - present) <= max(1, present // 16) else present
-
-    def step_s(self, books: Epoch) -> float:
-        """Returns the predicted time of the present batch, its slowest share [s]; 0 while nothing is known."""
-        times = [self._workers.speeds.predict_s(r, part) for r, part in self._split(books.batch).items() if part]
-        return max((t for t in times if not math.isnan(t)), default=0.0)
-
-    def lay_out(self, books: Epoch) -> None:
-        """Fixes the slices of the present batch and of those ``ahead``, where they are not yet."""
-        for batch in range(books.tick, min(books.tick + self._ahead, len(books.ends) - 1) + 1):
-            if not books.ledger.laid_out(batch):
-                books.ledger.lay_out(batch, self._split(books.size(batch)))
-
-    def hint(self, books: Epoch, rank: int) -> Span:
-        """Returns what the worker will probably be granted ``ahead`` ticks from now; (0, 0): nothing."""
-        return books.ledger.slice(rank, books.tick + self._ahead) if self._ahead else (0, 0)
-
-    def hints(self, books: Epoch, rank: int) -> list[Span]:
-        """Returns what the worker will probably be granted in the next ``ahead`` ticks; (0, 0) where nothing."""
-        if books.over:
-            return []
-        self.lay_out(books)
-        return [books.ledger.slice(rank, books.tick + i) for i in range(self._ahead)]
+from lightning_hetero.stale.decide.workers import Assignment, HeldClaim, Workers, WorkerState, expected_in_s
 
 
 class Dispatch:
     """See the module.
 
     Args:
-        policy: says who gets how much, and who waits.
-        workers: workers with their claims and leases.
-        sizing: shares and slices of batches.
-        step: measured time of a tick.
+        policy: says which worker gets how much, and which waits; whether shares are equal or by speed.
+        workers: workers with their claims and assignments, and how fast they are.
+        step: measured time of a global step.
+        ahead: fix slices so many global steps early.
+
+    Attributes:
+        books: of the present epoch.
+        version: of the parameters: number of updates so far.
     """
 
-    def __init__(self, policy: Policy, workers: Workers, sizing: Sizing, step: StepTime) -> None:
-        self._policy, self._workers, self._sizing, self._step = policy, workers, sizing, step
+    def __init__(self, policy: Policy, workers: Workers, step: StepTime, *, ahead: int) -> None:
+        self.books = Epoch(-1, ())
+        self.version = 0
+        self._policy, self._workers, self._step, self._ahead = policy, workers, step, ahead
 
-    def answer(self, books: Epoch, version: int, now: float) -> list[Granted | Passed]:
-        """Answers whoever can be answered now, in the order of asking.
+    # ---- shares and slices of batches -------------------------------------------------------------------------
 
-        Args:
-            books: of the present epoch.
-            version: of the parameters, which those who get work compute with.
-            now: time [s].
-        """
-        answers: list[Granted | Passed] = []
-        waiting = [(w.held.since_s, w.rank, w) for w in self._workers if w.held is not None]
-        for _, _, worker in sorted(waiting, key=lambda entry: entry[:2]):
-            held = worker.held
-            if held is None:
-                continue
-            if worker.grants and (held.tick < books.tick or books.over):
+    def _split(self, total: int) -> Mapping[int, int]:
+        workers = self._workers
+        return workers.speeds.split(workers.ranks(), total, equal=self._policy.equal_shares)
+
+    def shares(self) -> tuple[int, ...]:
+        """Returns samples per rank, from 0 to the highest, of the present batch; 0 for ranks that are not live."""
+        if not self.books.ends:
+            return ()
+        split = self._split(self.books.batch)
+        return tuple(split.get(rank, 0) for rank in range(max((w.rank for w in self._workers), default=-1) + 1))
+
+    def _share(self, rank: int) -> int:
+        """Returns the worker's part of the present batch [samples]."""
+        books = self.books
+        planned = books.ledger.planned(rank, books.global_step)
+        if self._policy.equal_shares:
+            return planned
+        present = self._split(books.batch).get(rank, 0)
+        # Slices fixed earlier are kept unless speeds have really changed: they may have been fetched already.
+        return planned if abs(planned - present) <= max(1, present // 16) else present
+
+    def _predicted_step_s(self) -> float:
+        """Returns the predicted time of the present batch, its slowest share [s]; 0 while nothing is known."""
+        speeds = self._workers.speeds
+        times = [speeds.predict_s(rank, part) for rank, part in self._split(self.books.batch).items() if part]
+        return max((t for t in times if not math.isnan(t)), default=0.0)
+
+    def _lay_out(self) -> None:
+        """Fixes the slices of the present batch and of those ``ahead``, where they are not yet."""
+        books = self.books
+        for batch in range(books.global_step, min(books.global_step + self._ahead + 1, len(books.ends))):
+            if not books.ledger.laid_out(batch):
+                books.ledger.lay_out(batch, self._split(books.size(batch)))
+
+    def hints(self, rank: int) -> list[Span]:
+        """Returns what a worker will probably be assigned in the next ``ahead`` steps; (0, 0) where nothing."""
+        books = self.books
+        if books.over:
+            return []
+        self._lay_out()
+        return [books.ledger.slice(rank, books.global_step + i) for i in range(self._ahead)]
+
+    # ---- answers ----------------------------------------------------------------------------------------------
+
+    def answer(self, now: float) -> list[Assigned | Passed]:
+        """Answers the claims that can be answered now, in the order of asking."""
+        books, answers = self.books, list[Assigned | Passed]()
+        for held, worker in self._held(list(self._workers)):
+            answer: Assigned | Passed | None
+            if worker.assignments and (held.global_step < books.global_step or books.over):
+                answer = Passed(rank=worker.rank, global_step=books.global_step)
+            else:
+                answer = self._decide(worker, held, now)
+            if answer is not None:
                 worker.held = None
-                answers.append(Passed(rank=worker.rank, tick=books.tick))
-            elif (granted := self._decide(worker, held, books, version, now)) is not None:
-                worker.held = None
-                answers.append(granted)
-        return answers + self._break_deadlock(books, version, now)
+                answers.append(answer)
+        return answers + self._break_deadlock(now)
 
-    def _break_deadlock(self, books: Epoch, version: int, now: float) -> list[Granted | Passed]:
+    @staticmethod
+    def _held(workers: list[WorkerState]) -> list[tuple[HeldClaim, WorkerState]]:
+        """Returns the claims of ``workers`` that wait, in the order of asking."""
+        held = [(worker.held, worker) for worker in workers if worker.held is not None]
+        return sorted(held, key=lambda entry: (entry[0].since_s, entry[1].rank))
+
+    def _break_deadlock(self, now: float) -> list[Assigned]:
         """If all live workers wait for one another without end, the first that asked gets a sample."""
         live = self._workers.live()
-        held = [(w.held.since_s, w.rank, w, w.held) for w in live if w.held is not None]
-        if books.over or not held or len(held) < len(live) or books.room < 1:
+        held = self._held(live)
+        endless = held and len(held) == len(live) and all(claim.until_s == math.inf for claim, _ in held)
+        if self.books.over or not endless or self.books.room < 1:
             return []
-        if any(h.until_s < math.inf for *_, h in held):
-            return []
-        _, _, worker, first = min(held, key=lambda entry: entry[:2])
+        first, worker = held[0]
         worker.held = None
-        return [self._lend(worker, first.tick, 1, books, version, now, micro=0)]
+        return [self._assign(worker, first.global_step, Grant(samples=1), 1, now)]
 
-    def _decide(self, worker: WorkerState, held: HeldClaim, books: Epoch, version: int, now: float) -> Granted | None:
-        first = worker.grants == 0
+    def _decide(self, worker: WorkerState, held: HeldClaim, now: float) -> Assigned | None:
+        first, books = worker.assignments == 0, self.books
         if books.over:
-            return self._dummy(worker, books, version)
-        self._sizing.lay_out(books)
-        claim = self._view(worker, held, books, now)
+            return self._dummy(worker)
+        self._lay_out()
+        claim = self._view(worker, held, now)
         answer = self._policy.claim(claim)
         if isinstance(answer, Hold):
             if first:
-                return self._dummy(worker, books, version)
+                return self._dummy(worker)
             held.starved, held.until_s = False, min(held.until_s, held.since_s + answer.patience_s)
             if now < held.until_s:
                 return None
@@ -139,65 +136,58 @@ class Dispatch:
         room = books.room - (claim.late and not witness)  # the last sample is for a worker that can end the step
         samples = min(answer.samples, room)
         if samples > 0:
-            return self._lend(worker, held.tick, samples, books, version, now, micro=answer.micro)
+            return self._assign(worker, held.global_step, answer, samples, now)
         if first:
-            return self._dummy(worker, books, version)
+            return self._dummy(worker)
         original = self._workers.most_overdue(worker, now)
         if original is None:
             held.starved = True
             return None
-        twin = self._workers.lend_twin(worker, original, now, base=version, claimed=held.tick)
-        return self._granted(twin, books, micro=answer.micro)
+        twin = self._new(worker, original.spans, held.global_step, now)
+        original.twin, twin.twin = twin, original
+        return self._assigned(twin, answer)
 
-    def _lend(
-        self, worker: WorkerState, claimed: int, samples: int, books: Epoch, version: int, now: float, *, micro: int
-    ) -> Granted:
-        pending = {other.rank for other in self._workers.pending(worker, books.tick)}
-        spans, others = books.ledger.alike(books.ledger.take(worker.rank, samples, books.tick, pending=pending))
+    def _assign(self, worker: WorkerState, claimed: int, grant: Grant, samples: int, now: float) -> Assigned:
+        books = self.books
+        pending = {other.rank for other in self._workers.pending(worker, books.global_step)}
+        taken = books.ledger.take(worker.rank, samples, books.global_step, pending=pending)
+        spans, others = books.ledger.alike(taken)
         books.ledger.release(others)
-        if claimed == books.tick:
-            worker.served = books.tick
-        lease = self._workers.lend(
-            worker, spans, size(spans), now, base=version, epoch=books.number, claimed=claimed
-        )
-        return self._granted(lease, books, micro=micro)
+        if claimed == books.global_step:
+            worker.served = claimed
+        return self._assigned(self._new(worker, spans, claimed, now), grant)
 
-    def _granted(self, lease: Lease, books: Epoch, *, micro: int) -> Granted:
-        return Granted(
-            rank=lease.rank, lease=lease.number, tick=books.tick, base=lease.base, spans=lease.spans, micro=micro,
-            hint=self._sizing.hint(books, lease.rank),
+    def _new(self, worker: WorkerState, spans: tuple[Span, ...], claimed: int, now: float) -> Assignment:
+        epoch = self.books.number
+        return self._workers.assign(worker, spans, now, base=self.version, epoch=epoch, claimed=claimed)
+
+    def _assigned(self, made: Assignment, grant: Grant) -> Assigned:
+        step = self.books.global_step
+        return Assigned(
+            rank=made.rank, assignment=made.number, global_step=step, base=made.base, spans=made.spans,
+            micro=grant.micro, hint=self.books.ledger.slice(made.rank, step + self._ahead) if self._ahead else (0, 0),
         )  # fmt: skip
 
-    def _dummy(self, worker: WorkerState, books: Epoch, version: int) -> Granted:
-        worker.grants += 1
-        return Granted(
-            rank=worker.rank, lease=self._workers.number(), tick=books.tick, base=version, spans=()
-        )
+    def _dummy(self, worker: WorkerState) -> Assigned:
+        worker.assignments += 1
+        number, step = next(self._workers.numbers), self.books.global_step
+        return Assigned(rank=worker.rank, assignment=number, global_step=step, base=self.version, spans=())
 
-    def _view(self, worker: WorkerState, held: HeldClaim, books: Epoch, now: float) -> Claim:
+    def _view(self, worker: WorkerState, held: HeldClaim, now: float) -> Claim:
         """Returns what the policy may know about a claim."""
-        tick, speeds = books.tick, self._workers.speeds
+        books, speeds = self.books, self._workers.speeds
+        step = books.global_step
         reserved: list[Due] = []
-        for other in self._workers.pending(worker, tick):
-            if (part := books.ledger.free_in_slice(other.rank, tick)) > 0:
+        for other in self._workers.pending(worker, step):
+            if (part := books.ledger.free_in_slice(other.rank, step)) > 0:
                 in_s = expected_in_s(books.began_s + speeds.predict_s(other.rank, part), now)
                 reserved.append(Due(rank=other.rank, samples=part, in_s=in_s, current=True))
         clocks = [other.clock for other in self._workers.live()]
         return Claim(
-            rank=worker.rank,
-            expired=now >= held.until_s,
-            first=worker.grants == 0,
-            late=held.tick < tick,
-            opening=tick == books.opening,
-            served=worker.served == tick,
-            workers=len(clocks),
-            batch=books.batch,
-            need=books.need,
-            share=self._sizing.share(books, worker.rank),
-            witnessed=books.witnessed,
-            due=self._workers.due(tick, now),
-            reserved=tuple(reserved),
+            rank=worker.rank, expired=now >= held.until_s, first=worker.assignments == 0,
+            late=held.global_step < step, opening=step == books.opening, served=worker.served == step,
+            workers=len(clocks), batch=books.batch, need=books.need, share=self._share(worker.rank),
+            witnessed=books.witnessed, due=self._workers.due(step, now), reserved=tuple(reserved),
             lead=worker.clock - min(clocks, default=worker.clock),
-            step_s=self._step.smoothed_s or self._sizing.step_s(books),
-            cost=speeds.cost(worker.rank),
-        )
+            step_s=self._step.smoothed_s or self._predicted_step_s(), cost=speeds.cost(worker.rank),
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where an epoch stands: its tick, its samples, and what has arrived since the last update (layer P)."""
+"""Where an epoch stands: its global step, its samples, and what has arrived since the last update (layer P)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from lightning_hetero.stale.decide.effects import Accepted, Span
 from lightning_hetero.stale.decide.intervals import IntervalSet
 from lightning_hetero.stale.decide.ledger import Ledger
-from lightning_hetero.stale.decide.policy import Pool
+from lightning_hetero.stale.decide.policy import Apply, Pool
 
 
 class Epoch:
@@ -15,37 +15,34 @@ class Epoch:
 
     Args:
         number: of the epoch; -1: none has begun.
-        ends: cumulative samples behind each of its ticks, strictly increasing.
-        applied: samples that are applied already, when it is resumed at ``tick``.
-        tick: first tick.
+        ends: cumulative samples behind each of its global steps, strictly increasing.
+        applied: samples that are applied already, when it is resumed at ``global_step``.
+        global_step: the first one.
         now: time [s].
 
     Attributes:
-        ledger: which samples are free, leased, arrived.
-        tick, began_s: the present tick, and since when.
-        opening: the first tick.
-        witnessed: a worker that is in this tick has contributed to it.
+        ledger: which samples are free, assigned, arrived.
+        global_step, began_s: the present one, and since when.
+        opening: the first global step.
+        witnessed: a worker that is in this global step has contributed to it.
 
     Raises:
-        ValueError: ``ends`` or ``applied`` make no epoch, or too few samples are left for the remaining ticks.
+        ValueError: ``ends`` or ``applied`` make no epoch, or too few samples are left for the remaining global steps.
     """
 
     def __init__(
-        self, number: int, ends: Sequence[int], *, applied: Iterable[Span] = (), tick: int = 0, now: float = 0.0
-    ) -> None:
+        self, number: int, ends: Sequence[int], *, applied: Iterable[Span] = (), global_step: int = 0,
+        now: float = 0.0,
+    ) -> None:  # fmt: skip
         self.ledger = Ledger(ends, applied=applied)
-        self.number = number
-        self.ends = self.ledger.ends
-        if type(tick) is not int or not 0 <= tick <= len(self.ends):
-            raise ValueError(f"tick={tick!r} must be a whole number in 0 to {len(self.ends)}")
-        if self.ledger.free < len(self.ends) - tick:
+        self.number, self.ends = number, self.ledger.ends
+        to_come, free = len(self.ends) - global_step, self.ledger.free
+        if not 0 <= to_come <= free or (free and not to_come) or global_step < 0:
             raise ValueError(
-                f"{self.ledger.free} samples are left for {len(self.ends) - tick} ticks, which need one each:"
-                f" applied and tick={tick} do not belong to these ends"
+                f"global_step={global_step} of {len(self.ends)} does not belong to what is applied: {free} samples are"
+                " left, and each global step to come needs one"
             )
-        if tick == len(self.ends) and self.ledger.free:
-            raise ValueError(f"tick={tick} says the epoch is over, but {self.ledger.free} samples are not applied")
-        self.tick = self.opening = tick
+        self.global_step = self.opening = global_step
         self.began_s = now
         self.witnessed = False
         self._contributions: list[Accepted] = []
@@ -54,63 +51,56 @@ class Epoch:
 
     @property
     def over(self) -> bool:
-        """Whether all ticks are over."""
-        return self.tick >= len(self.ends)
+        """Whether all global steps are over."""
+        return self.global_step >= len(self.ends)
 
-    def size(self, tick: int) -> int:
+    def size(self, global_step: int) -> int:
         """Returns the samples of a batch."""
-        start, end = self.ledger.bounds(tick)
+        start, end = self.ledger.bounds(global_step)
         return end - start
 
     @property
     def batch(self) -> int:
         """Samples of the present batch; of the last one when the epoch is over."""
-        return self.size(min(self.tick, len(self.ends) - 1))
+        return self.size(min(self.global_step, len(self.ends) - 1))
 
     @property
     def need(self) -> int:
         """Samples still to arrive before the present batch is complete; <= 0: none."""
-        return self.ends[self.tick] - self.ledger.arrived
+        return self.ends[self.global_step] - self.ledger.arrived
 
     @property
     def room(self) -> int:
-        """Samples that may be leased: one per later tick stays, so that each can have an update."""
-        return self.ledger.free - (len(self.ends) - 1 - self.tick)
+        """Samples that may be assigned: one per later global step stays, so that each can have an update."""
+        return self.ledger.free - (len(self.ends) - 1 - self.global_step)
 
-    def arrive(self, spans: Sequence[Span], contribution: Accepted | None, *, in_tick: bool) -> None:
+    def arrive(self, spans: Sequence[Span], contribution: Accepted | None, *, in_step: bool) -> None:
         """Puts computed samples into the pool; without a contribution they are used up (not finite)."""
         self.ledger.arrive(spans)
         self._pooled += spans
         self._pushes += 1
-        self.witnessed = self.witnessed or in_tick
+        self.witnessed = self.witnessed or in_step
         if contribution is not None:
             self._contributions.append(contribution)
 
     def pool(self, workers: int) -> Pool:
         """Returns what has arrived since the last update, for the policy."""
         return Pool(
-            contributions=len(self._contributions),
-            pushes=self._pushes,
-            samples=sum(c.samples for c in self._contributions),
-            batch=self.batch,
-            missing=self.need,
-            witnessed=self.witnessed,
-            workers=workers,
-            slices=self.ledger.owners(self.tick),
-            last=self.tick == len(self.ends) - 1,
-        )
+            contributions=len(self._contributions), pushes=self._pushes,
+            samples=sum(c.samples for c in self._contributions), batch=self.batch, missing=self.need,
+            witnessed=self.witnessed, workers=workers, slices=self.ledger.owners(self.global_step),
+            last=self.global_step == len(self.ends) - 1,
+        )  # fmt: skip
 
     def empty(self) -> tuple[Accepted, ...]:
         """Empties the pool; returns what was in it."""
         contributions = tuple(self._contributions)
-        self._contributions.clear()
-        self._pooled.clear()
-        self._pushes = 0
+        self._contributions, self._pooled, self._pushes = [], [], 0
         return contributions
 
     def advance(self, now: float) -> None:
-        """The tick is over."""
-        self.tick += 1
+        """The global step is over."""
+        self.global_step += 1
         self.began_s = now
         self.witnessed = False
 
@@ -122,19 +112,20 @@ class Epoch:
         return [list(span) for span in applied]
 
 
-def check_update(ends_step: bool, pool: Pool, policy: str) -> None:
+def check_update(update: Apply, pool: Pool, policy: str) -> None:
     """Refuses an update that would break a rule.
 
     Raises:
         RuntimeError: naming the policy.
     """
-    if ends_step and not pool.witnessed:
-        raise RuntimeError(
-            f"{policy}.update ended a global step to which no worker in it contributed: see pool.witnessed"
-        )
-    if ends_step and pool.last and pool.missing > 0:
-        raise RuntimeError(f"{policy}.update carries samples over the end of the epoch: see pool.last: {pool}")
-    if pool.complete and not ends_step:
-        raise RuntimeError(f"{policy}.update must end the global step once pool.complete: {pool}")
-    if not pool.pushes and not ends_step:
-        raise RuntimeError(f"{policy}.update made an update of an empty pool: {pool}")
+    if update.ends_step and not pool.witnessed:
+        wrong = "ended a global step to which no worker in it contributed: see pool.witnessed"
+    elif update.ends_step and pool.last and pool.missing > 0:
+        wrong = "carries samples over the end of the epoch: see pool.last"
+    elif pool.complete and not update.ends_step:
+        wrong = "must end the global step once pool.complete"
+    elif not pool.pushes and not update.ends_step:
+        wrong = "made an update of an empty pool"
+    else:
+        return
+    raise RuntimeError(f"{policy}.update {wrong}: {pool}")

@@ -62,8 +62,8 @@ def pieces(spans: Iterable[Span], samples: int) -> list[tuple[Span, ...]]:
     return cut
 
 
-def leaving(ticks: int, spans: Iterable[Sequence[int]], total: int) -> tuple[Span, ...]:
-    """Returns as much of ``spans`` as leaves a position of ``[0, total)`` for each of the ticks to come.
+def leaving(global_steps: int, spans: Iterable[Sequence[int]], total: int) -> tuple[Span, ...]:
+    """Returns as much of ``spans`` as leaves a position of ``[0, total)`` for each of the global steps to come.
 
     Only a checkpoint made while a rank failed can have more: the other ranks had gone on, and what they did last is
     trained again.
@@ -72,7 +72,7 @@ def leaving(ticks: int, spans: Iterable[Sequence[int]], total: int) -> tuple[Spa
     ((0, 16),)
     """
     inside = [(start, min(end, total)) for start, end in spans if start < total]
-    return head(inside, total - ticks)[0]
+    return head(inside, total - global_steps)[0]
 
 
 def outside(start: int, stop: int, kept: Iterable[Span]) -> Iterator[Span]:

@@ -1,16 +1,16 @@
-"""Which samples of an epoch are free, leased, or arrived: books over the epoch's order (layer P).
+"""Which samples of an epoch are free, assigned, or arrived: books over the epoch's order (layer P).
 
 A *position* is a place in the epoch's order of samples, 0 to N - 1; a *span* is ``[start, end)``. Every position is
-free, then leased, then arrived; a lease that fails makes its positions free again. Ours; the notes' prototype kept a
-shared cursor, which cannot say that update t consists of batch t.
+free, then assigned, then arrived; an assignment that fails makes its positions free again. Ours; a shared cursor cannot
+say that update t consists of batch t.
 
-Cost: every operation is linear in the number of spans, which is about the number of leases, however large N is.
+Cost: every operation is linear in the number of spans, about the number of assignments, however large N is.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from lightning_hetero.solvers import apportion
 from lightning_hetero.stale.decide.effects import Span
@@ -18,50 +18,40 @@ from lightning_hetero.stale.decide.intervals import IntervalSet, head, outside, 
 
 
 class Ledger:
-    """Positions of one epoch, cut into the batches of its ticks and, per batch, into a slice per rank.
+    """Positions of one epoch, cut into the batches of its global steps and, per batch, into a slice per rank.
 
     `take` prefers positions in this order, ascending within each group:
 
-    1. the rank's own slices of the batches up to ``tick``;
+    1. the rank's own slices of the batches up to ``global_step``;
     2. what else is free in these batches, except this batch's slices of ``pending`` ranks, which are still to come;
     3. the rank's own slices of later batches;
     4. what lies behind and is nobody's slice yet;
     5. the rest: slices of others.
 
-    Hence: if in each tick every rank takes exactly its slice, update t consists of exactly the positions of batch t,
-    whoever comes first; and what one rank leaves (because it died, or got less) goes to the next one that takes more.
+    Hence: if in each global step every rank takes exactly its slice, update t consists of exactly the positions of
+    batch t, whichever rank comes first; and what one rank leaves (because it died, or got less) goes to the next one
+    that takes more.
 
     Args:
-        ends: positions behind each batch, cumulative, strictly increasing; N = ``ends[-1]``.
+        ends: positions behind each batch, cumulative; N = ``ends[-1]``.
         applied: positions that count as arrived from the start (resume).
 
     Raises:
-        TypeError: an entry is not a whole number.
-        ValueError: ``ends`` is empty or does not increase, or ``applied`` overlaps itself or leaves ``[0, N)``.
+        ValueError: ``ends`` does not increase from above 0, or ``applied`` overlaps itself or leaves ``[0, N)``.
     """
 
     def __init__(self, ends: Sequence[int], *, applied: Iterable[Span] = ()) -> None:
-        self.ends = tuple(operator.index(end) for end in ends)
-        if not self.ends:
-            raise ValueError("ends is empty: an epoch needs at least one batch; give cumulative sample counts")
-        for before, after in zip((0, *self.ends), self.ends, strict=False):
-            if after <= before:
-                raise ValueError(f"ends must increase strictly from above 0, but {after} follows {before}")
-        self.total = self.ends[-1]
+        self.ends = tuple(ends)
+        if wrong := [span for span in pairwise((0, *self.ends)) if span[0] >= span[1]]:
+            raise ValueError(f"ends must increase strictly from above 0, but {wrong[0][1]} follows {wrong[0][0]}")
+        self.total = self.ends[-1] if self.ends else 0
         self._free = IntervalSet([(0, self.total)])
-        self._arrived = IntervalSet()
+        self._arrived = IntervalSet(applied)
+        for start, end in self._arrived:
+            self._free.remove(start, end)
         self._slices: dict[int, dict[int, Span]] = {}  # batch -> rank -> slice; finished batches are forgotten
-        self._planned: dict[int, dict[int, int]] = {}  # batch -> rank -> its share
+        self._planned: dict[int, Mapping[int, int]] = {}  # batch -> rank -> its share
         self._stepped: dict[int, IntervalSet] = {}  # sub-step -> positions for which it counts already
-        for start, end in applied:
-            start, end = operator.index(start), operator.index(end)
-            if not 0 <= start < end <= self.total:
-                raise ValueError(f"applied span [{start}, {end}) must lie in [0, {self.total}) and not be empty")
-            try:
-                self._free.remove(start, end)
-            except ValueError:
-                raise ValueError(f"applied spans overlap at [{start}, {end}): give each position once") from None
-            self._arrived.add(start, end)
 
     @property
     def free(self) -> int:
@@ -73,14 +63,9 @@ class Ledger:
         """Positions pooled or applied [samples]."""
         return self._arrived.count
 
-    @property
-    def leased(self) -> int:
-        """Positions somebody computes on [samples]."""
-        return self.total - self._free.count - self._arrived.count
-
-    def arrived_spans(self) -> tuple[Span, ...]:
+    def arrived_spans(self) -> list[Span]:
         """Returns the positions that arrived, ascending."""
-        return tuple(self._arrived)
+        return list(self._arrived)
 
     def bounds(self, batch: int) -> Span:
         """Returns first position and end of a batch."""
@@ -94,27 +79,19 @@ class Ledger:
         """Fixes the slices of a batch, once: what is free of it, in proportion to ``shares``, in order of rank.
 
         Args:
-            batch: index of the batch.
+            batch: index of the batch; not laid out yet, as ranks may have fetched its slices.
             shares: samples per rank, usually summing to the batch's size.
-
-        Raises:
-            ValueError: the batch has slices already: ranks may have fetched them.
         """
-        if batch in self._slices:
-            raise ValueError(f"batch {batch} is laid out already: its slices stay as they are")
-        start, stop = self.bounds(batch)
-        spans = self._free.within(start, stop)
-        free = size(spans)
+        spans = self._free.within(*self.bounds(batch))
         ranks = sorted(rank for rank, share in shares.items() if share > 0)
         parts: Sequence[int] = [shares[rank] for rank in ranks]
-        if ranks and sum(parts) != free:
-            parts = apportion([float(part) for part in parts], free).shares
-        slices: dict[int, Span] = {}
+        if ranks and sum(parts) != (free := size(spans)):
+            parts = apportion(list(map(float, parts)), free).shares
+        self._slices[batch], self._planned[batch] = {}, shares
         for rank, part in zip(ranks, parts, strict=True):
-            if part:
-                mine, spans = head(spans, part)
-                slices[rank] = mine[0][0], mine[-1][1]
-        self._slices[batch], self._planned[batch] = slices, dict(shares)
+            mine, spans = head(spans, part)
+            if mine:
+                self._slices[batch][rank] = mine[0][0], mine[-1][1]
 
     def owners(self, batch: int) -> int:
         """Returns how many ranks have a slice of the batch."""
@@ -132,17 +109,17 @@ class Ledger:
         """Returns how much of the rank's slice is free [samples]."""
         return size(self._free.within(*self.slice(rank, batch)))
 
-    def take(self, rank: int, count: int, tick: int, *, pending: Collection[int] = ()) -> tuple[Span, ...]:
-        """Leases ``min(count, free)`` positions, preferred as the class says.
+    def take(self, rank: int, count: int, global_step: int, *, pending: Collection[int] = ()) -> tuple[Span, ...]:
+        """Assigns ``min(count, free)`` positions, preferred as the class says.
 
         Args:
             rank: who takes them.
             count: how many [samples].
-            tick: the present batch.
+            global_step: the present batch.
             pending: ranks that are still expected to take their slice of this batch.
         """
         taken: list[Span] = []
-        for start, stop in self._preferred(rank, tick, pending):
+        for start, stop in self._preferred(rank, global_step, pending):
             if count <= 0:
                 break
             mine, _ = head(self._free.within(start, stop), count)
@@ -150,18 +127,18 @@ class Ledger:
                 self._free.remove(a, b)
                 count -= b - a
             taken += mine
-        for batch in [b for b in self._slices if b < tick and not self._free.within(*self.bounds(b))]:
+        for batch in [b for b in self._slices if b < global_step and not self._free.within(*self.bounds(b))]:
             del self._slices[batch], self._planned[batch]
         return tuple(taken)
 
-    def _preferred(self, rank: int, tick: int, pending: Collection[int]) -> Iterator[Span]:
-        here = self.ends[min(tick, len(self.ends) - 1)]
+    def _preferred(self, rank: int, global_step: int, pending: Collection[int]) -> Iterator[Span]:
+        here = self.ends[min(global_step, len(self.ends) - 1)]
         batches = sorted(self._slices)
-        yield from (self.slice(rank, b) for b in batches if b <= tick)
-        kept = [s for r, s in self._slices.get(tick, {}).items() if r in pending]
+        yield from (self.slice(rank, b) for b in batches if b <= global_step)
+        kept = [s for r, s in self._slices.get(global_step, {}).items() if r in pending]
         yield from outside(0, here, kept)
-        yield from (self.slice(rank, b) for b in batches if b > tick)
-        yield from outside(here, self.total, [self.bounds(b) for b in batches if b > tick])
+        yield from (self.slice(rank, b) for b in batches if b > global_step)
+        yield from outside(here, self.total, [self.bounds(b) for b in batches if b > global_step])
         yield 0, self.total
 
     # ---- sub-steps --------------------------------------------------------------------------------------------
@@ -173,10 +150,10 @@ class Ledger:
             False, and nothing is noted, if it counts for one of them already.
         """
         counted = self._stepped.setdefault(substep, IntervalSet())
-        if any(counted.within(start, end) for start, end in spans):
+        if any(counted.within(*span) for span in spans):
             return False
-        for start, end in spans:
-            counted.add(start, end)
+        for span in spans:
+            counted.add(*span)
         return True
 
     def alike(self, spans: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
@@ -212,22 +189,11 @@ class Ledger:
     # ---- arrivals ---------------------------------------------------------------------------------------------
 
     def arrive(self, spans: Iterable[Span]) -> None:
-        """Marks leased positions as arrived; ValueError (and no change) if one is free or has arrived before."""
-        for start, end in self._leased(spans):
-            self._arrived.add(start, end)
+        """Marks assigned positions as arrived; ValueError if one has arrived before."""
+        for span in spans:
+            self._arrived.add(*span)
 
     def release(self, spans: Iterable[Span]) -> None:
-        """Makes leased positions free again; ValueError (and no change) if one is free or has arrived."""
-        for start, end in self._leased(spans):
-            self._free.add(start, end)
-
-    def _leased(self, spans: Iterable[Span]) -> list[Span]:
-        known = IntervalSet()
-        for start, end in spans:
-            if not 0 <= start < end <= self.total:
-                raise ValueError(f"[{start}, {end}) must lie in [0, {self.total}) and not be empty")
-            for state, there in (("free", self._free), ("arrived", self._arrived), ("given twice", known)):
-                if found := there.within(start, end):
-                    raise ValueError(f"positions {found} of [{start}, {end}) are {state}, not leased")
-            known.add(start, end)
-        return list(known)
+        """Makes assigned positions free again; ValueError if one is free."""
+        for span in spans:
+            self._free.add(*span)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 from lightning_hetero.predictors import Kalman, Predictor
@@ -14,7 +15,7 @@ _STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
 
 
 class Speeds:
-    """Learns from pushes what a chunk takes from grant to push [s], transfers included.
+    """Learns from pushes what a chunk takes from its assignment to its push [s], transfers included.
 
     A rank that was never measured is taken to be as fast as the mean of those that were.
 
@@ -24,23 +25,16 @@ class Speeds:
 
     def __init__(self, predictor: Predictor | None = None) -> None:
         self.prototype = Kalman() if predictor is None else predictor
-        if not callable(getattr(self.prototype, "fresh", None)):
-            raise TypeError(f"predictor={predictor!r} must be a lightning_hetero.predictors.Predictor")
         self._of: dict[int, Predictor] = {}
         self._coarse: dict[int, AffineCost] = {}  # of those that are known
-        self._splits: dict[tuple[int, frozenset[int], bool], dict[int, int]] = {}
-        self._guessed = False  # a split rests on ranks that are not known, so on all of those that are
 
     def learn(self, rank: int, samples: int, seconds: float) -> None:
         """Takes in one chunk; a time that is not above 0 tells nothing."""
         if samples > 0 and 0.0 < seconds < math.inf:
             predictor = self._of.setdefault(rank, self.prototype.fresh())
             predictor.update(samples, seconds)
-            before = self._coarse.get(rank)
             if predictor.ready:
                 self._coarse[rank] = _coarse(predictor.cost())
-            if self._guessed or self._coarse.get(rank) != before:  # else every split is what it was
-                self._forget()
 
     def cost(self, rank: int) -> LearnedCost | None:
         """Returns the model of a rank; None before the first measurement of any."""
@@ -65,29 +59,18 @@ class Speeds:
 
         Equal, larger parts to lower ranks, if ``equal`` or while nothing is known.
         """
-        key = (total, frozenset(ranks), equal)
-        if key not in self._splits:
-            order = sorted(ranks)
-            self._guessed = self._guessed or any(rank not in self._coarse for rank in order)
-            costs = [cost for rank in order if (cost := self._coarse_cost(rank)) is not None]
-            shares: Sequence[int] = ()
-            if costs and not equal:
-                shares = minimax(costs, total).shares
-            if order and not shares:
-                shares = apportion([1.0] * len(order), total).shares
-            self._splits[key] = dict(zip(order, shares, strict=True))
-        return self._splits[key]
+        order = sorted(ranks)
+        if equal or not self._coarse or not order:
+            shares = _equal_parts(len(order), total)
+        else:
+            shares = _shares(tuple(self._coarse.get(rank) or self._mean() for rank in order), total)
+        return dict(zip(order, shares, strict=True))
 
-    def _coarse_cost(self, rank: int) -> AffineCost | None:
-        known = self._coarse.get(rank)
-        if known is not None:
-            return known
-        cost = self.cost(rank)
-        return None if cost is None else _coarse(cost)
-
-    def _forget(self) -> None:
-        self._splits.clear()
-        self._guessed = False
+    def _mean(self) -> AffineCost:
+        """Returns what is taken for the cost of a rank that was never measured."""
+        cost = self.cost(-1)
+        assert cost is not None
+        return _coarse(cost)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: the kind of predictor, and its memory per rank."""
@@ -100,17 +83,24 @@ class Speeds:
         """Takes over what another run learned; of another kind of predictor it is ignored."""
         if state.get("predictor") != type(self.prototype).__name__:
             return
-        loaded: dict[int, Predictor] = {}
+        self._of = {int(rank): self.prototype.fresh() for rank, _ in state["ranks"]}
         for rank, memory in state["ranks"]:
-            loaded[int(rank)] = self.prototype.fresh()
-            loaded[int(rank)].load_state_dict(memory)
-        self._of = loaded
-        self._coarse = {rank: _coarse(one.cost()) for rank, one in loaded.items() if one.ready}
-        self._forget()
+            self._of[int(rank)].load_state_dict(memory)
+        self._coarse = {rank: _coarse(one.cost()) for rank, one in self._of.items() if one.ready}
+
+
+@lru_cache(maxsize=64)  # a batch is divided again with every message, and costs change seldom
+def _shares(costs: tuple[AffineCost, ...], total: int) -> tuple[int, ...]:
+    return minimax(costs, total).shares or _equal_parts(len(costs), total)
+
+
+@lru_cache(maxsize=64)
+def _equal_parts(ranks: int, total: int) -> tuple[int, ...]:
+    return tuple(apportion([1.0] * ranks, total).shares) if ranks else ()
 
 
 class StepTime:
-    """Smoothed time between the ends of ticks.
+    """Smoothed time between the ends of global steps.
 
     Attributes:
         smoothed_s: that time [s]; 0 before there are any.
@@ -121,7 +111,7 @@ class StepTime:
         self._from_s: float | None = None
 
     def ended(self, now: float) -> None:
-        """A tick is over, and the next one begins."""
+        """A global step is over, and the next one begins."""
         if self._from_s is not None:
             step_s = now - self._from_s
             if self.smoothed_s > 0.0:  # clipped: a validation in between is no step
@@ -131,7 +121,7 @@ class StepTime:
         self._from_s = now
 
     def interrupt(self) -> None:
-        """A new epoch: its first tick did not begin with the end of another."""
+        """A new epoch: its first global step did not begin with the end of another."""
         self._from_s = None
 
 

@@ -1,6 +1,6 @@
 """One rank's way through the global steps of an epoch: what it claims, is assigned, or is passed by (layer L).
 
-    Lightning asks for batch t ---- claim(t) --> granted: the current parameters, samples -> a batch
+    Lightning asks for batch t ---- claim(t) --> assigned: the current parameters, samples -> a batch
                                         '------> passed:  None, which Lightning skips; counters advance
 
 So one Lightning batch is one global step on every rank, whichever did the work, and everything that Lightning derives
@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog
-from lightning_hetero.data.granted import EpochSampler, SampleSource
+from lightning_hetero.data.assigned import SampleSource
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.intervals import leaving, pairs
 from lightning_hetero.stale.fit.parts import Parts
@@ -80,7 +80,7 @@ class GlobalSteps:
     Args:
         trainer: the running trainer.
         session: with this rank's end of the parameter server.
-        sampler, source: order and samples of the train loader.
+        source: samples of the train loader in their order.
         parts: what user code sees of what is trained.
         events: of this rank.
         before_epoch: called first in an epoch; may start the server again.
@@ -88,7 +88,7 @@ class GlobalSteps:
 
     Attributes:
         at: where this rank is.
-        source: in use.
+        source: in use; another one counts from the next epoch on.
         device: of this rank.
         scale: follows the updates that others made, too.
         parts, session: as given.
@@ -98,7 +98,6 @@ class GlobalSteps:
         self,
         trainer: Trainer,
         session: Session,
-        sampler: EpochSampler,
         source: SampleSource,
         *,
         parts: Parts,
@@ -113,17 +112,12 @@ class GlobalSteps:
         self.parts = parts
         self.session = session
         self._trainer = trainer
-        self._sampler = sampler
         self._events = events
         self._before_epoch = before_epoch
         self._resume = resume
         self._automatic = trainer.lightning_module.automatic_optimization
         self._words: deque[int] = deque()  # global steps the server has passed and Lightning has not
         self._seen = -1  # the server's last global step whose hinted samples were taken in
-
-    def bind(self, sampler: EpochSampler, source: SampleSource) -> None:
-        """Takes another train loader, from the next epoch on."""
-        self._sampler, self.source = sampler, source
 
     # ---- an epoch ---------------------------------------------------------------------------------------------
 
@@ -145,14 +139,14 @@ class GlobalSteps:
             yield self._next()
 
     def _begin(self) -> None:
-        trainer, sampler, at = self._trainer, self._sampler, self.at
+        trainer, source, at = self._trainer, self.source, self.at
         self._before_epoch()
-        sampler.draw()
+        indices, ends = source.sampler.draw()
         self.parts.begin_epoch()
-        first, indices, ends = compat.upcoming_batch(trainer), sampler.indices, sampler.ends
+        first = compat.upcoming_batch(trainer)
         if first >= min(len(ends), trainer.num_training_batches):  # resumed behind the last batch
             indices, ends = _once_more(indices, ends, first)
-        at.begin(sampler.epoch, first, ends)
+        at.begin(source.sampler.epoch, first, ends)
         self._words.clear()
         trained = list(ends[: self._last(len(ends))])
         spans: Sequence[Sequence[int]] = ()
@@ -162,7 +156,7 @@ class GlobalSteps:
             spans = leaving(len(trained) - first, spans, trained[-1])
         reply = self.worker.begin_epoch(at.epoch, trained, tick=first, applied=spans)
         self._seen = reply.tick - 1
-        self.source.begin(indices, pairs(reply.numbers))
+        source.begin(indices, pairs(reply.numbers))
 
     def _last(self, steps: int) -> int:
         """Number of the epoch's global steps that Lightning will train; samples beyond are no rank's."""
@@ -208,7 +202,8 @@ class GlobalSteps:
     def _counts_step(self) -> bool:
         """Whether Lightning counts a step in this batch: also if the user's `optimizer_step` leaves it out."""
         trainer, batches = self._trainer, self.at.global_step + 1
-        last = batches in (len(self._sampler.ends), compat.fetch_limit(trainer), trainer.num_training_batches)
+        _, ends = self.source.sampler.draw()
+        last = batches in (len(ends), compat.fetch_limit(trainer), trainer.num_training_batches)
         return last or batches % trainer.accumulate_grad_batches == 0
 
     def _log_learning_rates(self) -> None:
@@ -233,11 +228,11 @@ class GlobalSteps:
         """
         self.worker.pull()
         gone_by = max(0, reply.tick - self._seen)
-        for missed in reversed(range(gone_by)):  # one hint per tick; for those this rank missed it is too late
+        for missed in reversed(range(gone_by)):  # one hint per global step; for those this rank missed it is too late
             self.source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
         self._seen += gone_by
         started = self.device.stamp(timing=True)
-        self.at.work = work = Chunk(reply, started=started, wait_s=wait_s, fill_in=top_up)
+        self.at.work = work = Chunk(reply, started=started, wait_s=wait_s, top_up=top_up)
         if not work.samples:
             return self.source.dummy(due=gone_by)
         return self.source.batch(work.piece, due=gone_by)

@@ -6,7 +6,7 @@ made to the parts or to their mean. Any other, such as clipping by hand or a sig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any
@@ -39,25 +39,15 @@ def watch_gradient_hooks(
         counts: whether this rank is in a step whose gradients count.
         warn_once: shows a message once.
     """
-    stack, parameters = ExitStack(), list(module.parameters())
+    stack = ExitStack()
     callbacks = compat.trainer_callbacks(module.trainer)
     for owner, parent in ((module, LightningModule), *((callback, Callback) for callback in callbacks)):
         ours = type(owner).__module__.split(".")[0] in ("lightning", "lightning_hetero")
         for name in _HOOKS:
             if not ours and hasattr(parent, name) and is_overridden(name, owner, parent):
-                title = f"{type(owner).__name__}.{name}"
-                watched = _Watched(title, getattr(owner, name), module, counts, parameters, warn_once)
-                stack.enter_context(patched(owner, name, _function(watched)))
+                watched = _watched(f"{type(owner).__name__}.{name}", getattr(owner, name), module, counts, warn_once)
+                stack.enter_context(patched(owner, name, watched))
     return stack.close
-
-
-def _function(watched: _Watched) -> Callable[..., Any]:
-    """A function is not copied with the module that it is an attribute of."""
-
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        return watched.call(*args, **kwargs)
-
-    return hook
 
 
 def _marks(parameters: Sequence[Parameter]) -> list[tuple[int, int] | None]:
@@ -65,91 +55,83 @@ def _marks(parameters: Sequence[Parameter]) -> list[tuple[int, int] | None]:
     return [None if (g := p.grad) is None else (id(g), g._version) for p in parameters]
 
 
-class _Watched:
-    """A hook in whose place it is called; refuses what is not linear, at the first change.
+def _watched(
+    title: str,
+    hook: Callable[..., Any],
+    module: LightningModule,
+    counts: Callable[[], bool],
+    warn_once: Callable[[str], None],
+) -> Callable[..., Any]:
+    """Returns a hook in whose place it is called, which refuses what is not linear, at the first change.
 
-    What it changes is found by the gradients' versions, in its first call also by their values.
+    What the hook changes is found by the gradients' versions, in its first call also by their values.
     """
+    parameters = list(module.parameters())
+    first, linear = True, False
 
-    def __init__(
-        self,
-        title: str,
-        hook: Callable[..., Any],
-        module: LightningModule,
-        counts: Callable[[], bool],
-        parameters: Sequence[Parameter],
-        warn_once: Callable[[str], None],
-    ) -> None:
-        self._title, self._hook, self._module, self._counts = title, hook, module, counts
-        self._parameters, self.warn_once = parameters, warn_once
-        self._first, self._linear = True, False
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the hook."""
-        if self._linear or not self._counts():
-            return self._hook(*args, **kwargs)
-        before = [_copy(p.grad) for p in self._parameters] if self._first else None
-        marks = _marks(self._parameters)
-        output = self._hook(*args, **kwargs)
-        changed = marks != _marks(self._parameters)
-        if before is not None:
-            self._first = False
-            changed = changed or not all(
-                _same(old, p.grad) for old, p in zip(before, self._parameters, strict=True)
-            )
-        if changed:
-            self._check_linear(args, kwargs)
-            self._linear = True
-        elif before is not None and _names_gradients(self._hook):
-            self.warn_once(
-                f"{self._title} sees the gradients of this rank's part of the batch: norms that it logs are not those"
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first, linear
+        if linear or not counts():
+            return hook(*args, **kwargs)
+        before = [_copy(p.grad) for p in parameters] if first else []
+        marks = _marks(parameters)
+        output = hook(*args, **kwargs)
+        if marks != _marks(parameters) or not all(map(_same, before, (p.grad for p in parameters))):
+            held = [p for p in parameters if p.grad is not None]
+            with compat.unlogged(module), compat.metrics_frozen(module):
+                linear = _is_linear(held, lambda: hook(*args, **kwargs))
+            if not linear:
+                raise TypeError(f"{title} changes the gradients in a way that is not linear, {_WHY}")
+        elif first and _names_gradients(hook):
+            warn_once(
+                f"{title} sees the gradients of this rank's part of the batch: norms that it logs are not those"
                 " of the whole, which only the parameter server has. strategy='hetero_balanced' has them"
             )
+        first = False
         return output
 
-    def _check_linear(self, args: Any, kwargs: Any) -> None:
-        """Calls the hook for other gradients: small and large ones, their sum, and none."""
-        parameters = [p for p in self._parameters if p.grad is not None]
-        present = [p.grad for p in parameters]
-        whole = [g.detach() if g.layout is torch.strided else g.detach().to_dense() for g in present if g is not None]
-        one = [torch.ones_like(g) if not g.any() else g.nan_to_num() for g in whole]
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).double().cpu() for g in one])))
-        x = [g * (_SMALL / norm) for g in one]
-        y = [0.7 * g.flatten().roll(1).view_as(g) for g in x]
+    return call
 
-        def of(factor: float, gradients: Sequence[Tensor]) -> list[Tensor]:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = factor * gradient
-            self._hook(*args, **kwargs)
-            return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
 
-        try:
-            with compat.unlogged(self._module), compat.metrics_frozen(self._module):
-                none, small, first = of(0.0, x), of(1.0, x), of(_LARGE, x)
-                second, both = of(_LARGE, y), of(_LARGE, [a + b for a, b in zip(x, y, strict=True)])
-        finally:
-            for parameter, gradient in zip(parameters, present, strict=True):
-                parameter.grad = gradient
-        for zero, a_small, a, b, sum_ in zip(none, small, first, second, both, strict=True):
-            scale = torch.stack([t.abs().max() for t in (a - zero, b - zero)]).max()
-            error = 1e-3 * scale + 1e-5 * _LARGE * zero.abs().max() * torch.finfo(zero.dtype).eps / 1e-7
-            off = (sum_ - a - b + zero).abs().max(), ((a_small - zero) * _LARGE - a + zero).abs().max()
-            if not (off[0] <= error and off[1] <= error):
-                raise TypeError(f"{self._title} changes the gradients in a way that is not linear, {_WHY}")
+def _is_linear(parameters: Sequence[Parameter], change: Callable[[], Any]) -> bool:
+    """Whether a change of gradients is linear: it is made to small and large ones, to their sum, and to zeros."""
+    present = [p.grad for p in parameters]
+    whole = [g.detach() if g.layout is torch.strided else g.detach().to_dense() for g in present if g is not None]
+    one = [torch.ones_like(g) if not g.any() else g.nan_to_num() for g in whole]
+    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).double().cpu() for g in one])))
+    x = [g * (_SMALL / norm) for g in one]
+    y = [0.7 * g.flatten().roll(1).view_as(g) for g in x]
+
+    def changed(factor: float, gradients: Sequence[Tensor]) -> list[Tensor]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = factor * gradient
+        change()
+        return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+    try:
+        none, small, first, second = changed(0.0, x), changed(1.0, x), changed(_LARGE, x), changed(_LARGE, y)
+        both = changed(_LARGE, [a + b for a, b in zip(x, y, strict=True)])
+    finally:
+        for parameter, gradient in zip(parameters, present, strict=True):
+            parameter.grad = gradient
+    for zero, a_small, a, b, sum_ in zip(none, small, first, second, both, strict=True):
+        scale = torch.stack([t.abs().max() for t in (a - zero, b - zero)]).max()
+        error = 1e-3 * scale + 1e-5 * _LARGE * zero.abs().max() * torch.finfo(zero.dtype).eps / 1e-7
+        off = (sum_ - a - b + zero).abs().max(), ((a_small - zero) * _LARGE - a + zero).abs().max()
+        if not (off[0] <= error and off[1] <= error):  # NaN is not linear either
+            return False
+    return True
 
 
 def _names_gradients(hook: Callable[..., Any]) -> bool:
-    """Whether a hook's code speaks of gradients, as ``p.grad`` and ``grad_norm`` do."""
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    return code is not None and any("grad" in name for name in _names(code))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Names that some code uses, also in what is defined inside."""
-    yield from code.co_names
-    for inside in code.co_consts:
-        if isinstance(inside, CodeType):
-            yield from _names(inside)
+    """Whether a hook's code, or what it defines inside, speaks of gradients, as ``p.grad`` and ``grad_norm`` do."""
+    waiting = [getattr(getattr(hook, "__func__", hook), "__code__", None)]
+    for code in waiting:
+        if isinstance(code, CodeType):
+            if any("grad" in name for name in code.co_names):
+                return True
+            waiting += code.co_consts
+    return False
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:
@@ -169,12 +151,13 @@ class GradientEdits:
     number in all batches.
 
     Args:
-        parameters: whose gradients.
-        names: theirs, for messages.
+        module: whose parameters' gradients.
+        looks: whether such code may be there; else nothing is looked at.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+    def __init__(self, module: LightningModule, *, looks: bool) -> None:
+        self._names, self._parameters = zip(*module.named_parameters(), strict=True)
+        self._looks = looks
         self._marks: list[tuple[int, int] | None] | None = None
         self._left: list[Tensor | None] | None = None  # copies, while something is changed
         self._copies = True
@@ -182,6 +165,8 @@ class GradientEdits:
 
     def leave(self) -> None:
         """A backward pass has ended."""
+        if not self._looks:
+            return
         self._marks = _marks(self._parameters)
         self._left = [_copy(p.grad) for p in self._parameters] if self._copies else None
 
@@ -197,8 +182,7 @@ class GradientEdits:
         """
         if self._marks is None:
             return
-        now = _marks(self._parameters)
-        both = enumerate(zip(self._marks, now, strict=True))
+        both = enumerate(zip(self._marks, _marks(self._parameters), strict=True))
         changed = [i for i, (old, new) in both if old != new and new is not None]
         for i in changed:
             if not self._is_plain(i):

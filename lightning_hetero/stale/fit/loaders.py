@@ -1,4 +1,4 @@
-"""The train loader's copy that trains what the server grants (layer L)."""
+"""The train loader's copy that trains what the server assigns (layer L)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
+from lightning_hetero.data.assigned import SampleSource, assigned_loader
 from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.transport.side_channel import SideChannel
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class GrantedBinder(LoaderBinder[BoundLoader]):
+class AssignedBinder(LoaderBinder[BoundLoader]):
     """Binds the one train loader of a fit to its loop.
 
     Args:
@@ -30,7 +30,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         settings: of the fit.
 
     Attributes:
-        sampler, source: order and samples of the loader; None before it is known.
+        source: samples of the loader in their order; None before it is known.
         steps: trains what is assigned of it; None before training.
     """
 
@@ -38,15 +38,14 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         name = type(trainer.strategy).__name__
         super().__init__(trainer, channel, strategy_name=name, shared=settings.shared, stream=None)
         self._members, self._asked_batch = members, settings.shared.global_batch_size
-        self.sampler: EpochSampler | None = None
         self.source: SampleSource | None = None
         self.steps: GlobalSteps | None = None
 
     def process(self, loader: object) -> DataLoader:
-        """Returns the copy of the train loader that trains what the server grants.
+        """Returns the copy of the train loader that trains what the server assigns.
 
         Raises:
-            TypeError, ValueError: the loader's samples cannot be granted one by one, or the ranks' loaders differ.
+            TypeError, ValueError: the loader's samples cannot be assigned one by one, or the ranks' loaders differ.
         """
         orders = self.orders
         loader = users_own(loader)
@@ -57,7 +56,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
                 " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
             )
-        if self.sampler is not None and self.steps is None:
+        if self.source is not None and self.steps is None:
             raise TypeError(
                 "several train loaders: samples are assigned from one order, which several loaders do not have."
                 " Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
@@ -75,13 +74,12 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
             orders.settle(size)
         order = orders.order(loader, spec, 0)
         orders.check_position(order.global_batch_size)
-        self.sampler = EpochSampler(order)
-        self.source = SampleSource(loader, counted=self._counted)
+        self.source = source = SampleSource(loader, order, counted=self._counted)
         if self.steps is not None:
-            self.steps.bind(self.sampler, self.source)
-        self.sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
+            self.steps.source = source
+        source.sampler.epoch = compat.epoch_running(self._trainer)  # for a look at a batch before the epoch starts
         bound = BoundLoader(spec=spec, full=order.global_batch_size, order=order)
-        bound.loader = granted_loader(loader, self.sampler, self.source, self._batches)
+        bound.loader = assigned_loader(loader, source, self._batches)
         self._bound = [bound]  # instead of one that was there before a reload
         return bound.loader
 
@@ -101,9 +99,8 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         return self.steps.batches()
 
     def _look(self) -> Iterator[Any]:
-        sampler, source = self.sampler, self.source
-        assert sampler is not None and source is not None
-        yield from map(source.look, sampler.look(self._members.rank, self._members.world_size))
+        assert self.source is not None
+        yield from map(self.source.look, self.source.sampler.look(self._members.rank, self._members.world_size))
 
     def close(self) -> None:
         """Ends the workers that fetch ahead."""

@@ -17,8 +17,8 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.stale.decide.report import summary as report
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide import report
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.messages import Met
 

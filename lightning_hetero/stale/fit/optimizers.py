@@ -12,7 +12,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,13 +235,12 @@ def _push_what_is_not_stepped(
 ) -> None:
     """Ends the batch of an ``optimizer_step`` of the user's that leaves out the step."""
     original = module.optimizer_step
-    run = partial(module.trainer.precision_plugin.optimizer_step, model=module)
 
     @wraps(original)
     def step_or_push(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         if loop.in_step:
-            loop.accumulated(0, optimizers[0], run)
+            loop.accumulated(optimizers[0])
         return output
 
     undone.enter_context(patched(module, "optimizer_step", step_or_push))

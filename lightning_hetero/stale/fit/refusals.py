@@ -32,21 +32,6 @@ REFUSALS = Refusals(
 )
 
 
-def refuse_controller(given: object | None) -> None:
-    """Refuses the argument ``controller``.
-
-    Raises:
-        TypeError: there is one; with the reason.
-    """
-    if given is not None:
-        raise TypeError(
-            f"BoundedStalenessStrategy takes no controller (got {given!r}): ranks ask for samples when they are ready,"
-            " so there are no shares to decide, nor a time of a batch that all end together. To rest a device that"
-            " costs more than it brings, use"
-            " HeteroPipelineStrategy(controller=...), or do not start its rank"
-        )
-
-
 def refuse_monitored_steps(configs: Iterable[LRSchedulerConfig]) -> None:
     """Refuses schedulers that decide in every step by a value: the value of a step is a rank's own.
 
@@ -66,9 +51,9 @@ def no_monitored_steps(configs: Iterable[LRSchedulerConfig]) -> Iterator[None]:
         raise TypeError(_parting("ReduceLROnPlateau.step inside of training_step"))
 
     with ExitStack() as stack:
-        for config in configs:
-            if isinstance(config.scheduler, ReduceLROnPlateau):
-                stack.enter_context(patched(config.scheduler, "step", refuse))
+        for scheduler in (config.scheduler for config in configs):
+            if isinstance(scheduler, ReduceLROnPlateau):
+                stack.enter_context(patched(scheduler, "step", refuse))
         yield
 
 

@@ -17,12 +17,12 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.cluster.score import not_working
+from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.decide.report import summary as report
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
-from lightning_hetero.stale.fit.loaders import GrantedBinder
+from lightning_hetero.stale.fit.loaders import AssignedBinder
 from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class StaleRun(ElasticRun[GrantedBinder]):
+class StaleRun(ElasticRun[AssignedBinder]):
     """One fit on one rank.
 
     Args:
@@ -71,17 +71,11 @@ class StaleRun(ElasticRun[GrantedBinder]):
         groups = Groups(trainer, session, members, channel, settings)
         self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
         self.meetings = ServerMeetings(
-            trainer,
-            session,
-            members,
-            groups,
-            self.admission,
-            liveness_s=settings.server.liveness_s,
-            leave_step=self._end_epoch,
-            take_over_changes=self._take_over_changes,
-        )
+            trainer, session, members, groups, self.admission, liveness_s=settings.server.liveness_s,
+            leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
+        )  # fmt: skip
         self.admission.expect()
-        self.binder = GrantedBinder(trainer, channel, members, settings)
+        self.binder = AssignedBinder(trainer, channel, members, settings)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
         self._since = report.Since()  # the last report
@@ -157,17 +151,11 @@ class StaleRun(ElasticRun[GrantedBinder]):
     def _begin(self) -> None:
         trainer, settings, binder = self.trainer, self._settings, self.binder
         module = self.module
-        assert binder.sampler is not None and binder.source is not None
+        assert binder.source is not None
         binder.steps = steps = GlobalSteps(
-            trainer,
-            self.session,
-            binder.sampler,
-            binder.source,
-            parts=self._parts,
-            events=self.events,
-            before_epoch=self._before_epoch,
-            resume=self._stored.get("applied") or {},
-        )
+            trainer, self.session, binder.source, parts=self._parts, events=self.events,
+            before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
+        )  # fmt: skip
         self.loop = StepLoop(
             trainer,
             steps,
@@ -305,14 +293,14 @@ class StaleRun(ElasticRun[GrantedBinder]):
         measures = worker.brought or worker.measures()
         if any(measures.shares):
             self._shares = measures.shares
-        self._note(measures.counts, measures.epoch, measures.tick)
+        self._note(measures.counts, measures.epoch, measures.global_step)
         return measures
 
-    def _note(self, counts: Counts, epoch: int, tick: int) -> None:
+    def _note(self, counts: Counts, epoch: int, global_step: int) -> None:
         """Has one rank tell what the server has counted, if there is anything new."""
         if self._members.is_lowest and counts.updates != self._noted:
             self._noted = counts.updates
-            self.events.note("server", epoch, tick, counts.as_dict())
+            self.events.note("server", epoch, global_step, counts.as_dict())
 
     # ---- training ends ----------------------------------------------------------------------------------------
 
@@ -343,7 +331,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self._groups.rebuild(members.alive, 0, store=store)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
-        return super().sizes_differ(error, StepLoop._until_passed, *again)
+        return super().sizes_differ(error, StepLoop._end_batch, *again)
 
     def fail(self, error: BaseException) -> None:
         """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of

@@ -167,19 +167,12 @@ class Session:
         assert shared is not None
         near = members.near if settings.shares_memory else ()
         self._process, address = start_server(
-            layout=shared.layout,
-            parameters=shared.parameters,
-            buffers=shared.present_buffers(),
+            layout=shared.layout, parameters=shared.parameters, buffers=shared.present_buffers(),
             optimizers=self._trainer.optimizers,
             settings=settings.server if policy is None else replace(settings.server, policy=policy),
-            ranks=members.alive,
-            near=near,
-            far=[r for r in range(members.world_size) if r not in near],
-            ahead=ahead,
-            state=dict(state),
-            host=settings.host,
-            timeout=settings.patience,
-        )
+            ranks=members.alive, near=near, far=[r for r in range(members.world_size) if r not in near],
+            ahead=ahead, state=dict(state), host=settings.host, timeout=settings.patience,
+        )  # fmt: skip
         return address
 
     def connect(self, address: Address) -> None:

@@ -1,6 +1,6 @@
 """What a rank does within a global step, in Lightning's own training loop: optimizer steps become pushes (layer L).
 
-     granted --> closure (training_step, backward) -- push --> granted again: a top-up chunk, trained within the same
+     assigned --> closure (training_step, backward) -- push --> assigned again: a top-up chunk, trained within the same
                                                        |       batch of Lightning's
                                                        '-----> passed: the global step is over, the batch ends
 """
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -37,7 +38,7 @@ _NO_MEETING = (
 
 
 class StepLoop:
-    """Trains what is granted and pushes it; one per fit and rank.
+    """Trains what is assigned and pushes it; one per fit and rank.
 
     Args:
         trainer: the running trainer.
@@ -51,12 +52,7 @@ class StepLoop:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        steps: GlobalSteps,
-        *,
-        weight: Callable[[Any], float] | None,
-        sums: bool = False,
+        self, trainer: Trainer, steps: GlobalSteps, *, weight: Callable[[Any], float] | None, sums: bool = False
     ) -> None:
         self._trainer = trainer
         self._weight_of = weight
@@ -67,9 +63,8 @@ class StepLoop:
         self._made_gradients = False  # in this epoch, in manual optimization
         self._most_steps: int | None = None  # of a batch in manual optimization, so far
         module = trainer.lightning_module
-        names, parameters = zip(*module.named_parameters(), strict=True)
         by_hand = not self._automatic or is_overridden("optimizer_step", module)
-        self._edits = GradientEdits(parameters, names) if by_hand else None
+        self._edits = GradientEdits(module, looks=by_hand)
         self.at = steps.at
         self._claims = steps
         self.running_step = False
@@ -167,26 +162,20 @@ class StepLoop:
                 "an optimizer steps outside of a training batch, or a second time in one: here a step is the push of a"
                 " batch's gradients to the parameter server. Step in training_step, or use strategy='hetero_balanced'"
             )
-        if self._edits is not None:
-            self._edits.check()
+        self._edits.check()
         output = self._run_step(index, optimizer, closure, run)
-        if self.dummy:
+        if self._automatic:
+            self._end_batch(1 << index, optimizer, partial(self._run_again, index, optimizer, run))
+        elif self.dummy:
             self._drop_gradients()
-            if self._automatic:
-                self._until_passed(self._claims.claim(), index, optimizer, run)
-            return output
-        if self._automatic:
-            self._more_micro_batches(optimizer)
-        reply = self._push(steps=1 << index, final=self._automatic)
-        if self._automatic:
-            self._until_passed(reply, index, optimizer, run)
         else:
+            self._push(steps=1 << index, final=False)
             self._worker.pull()
         return output
 
     def backward_done(self) -> None:
         """A backward pass has ended: what becomes of the gradients until the step is looked at."""
-        if self._edits is not None and self.in_step and not self.dummy:
+        if self.in_step and not self.dummy:
             self._edits.leave()
 
     def _run_step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
@@ -207,24 +196,32 @@ class StepLoop:
             if own is optimizer:
                 self._worker.clip(index, value, kind)
 
-    def accumulated(self, index: int, optimizer: Optimizer, run: Callable[..., Any]) -> None:
+    def accumulated(self, optimizer: Optimizer) -> None:
         """A batch without a step is done: it only accumulates, or the user's `optimizer_step` left the step out."""
-        self._stepped = True
-        if self.dummy:
-            self._drop_gradients()
-            reply = self._claims.claim()
+        self._unscale()
+        self._end_batch(0, optimizer, partial(self._run_again, 0, optimizer, None))
+
+    def _run_again(self, index: int, optimizer: Optimizer, run: Callable[..., Any] | None, batch: Any) -> Any:
+        """Trains a top-up chunk as Lightning would train a batch, in automatic optimization; returns its outputs.
+
+        Without ``run`` it only accumulates.
+        """
+        closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer)
+        if run is None:
+            closure()
+            self._unscale()
         else:
-            self._stepped = self._claims.scale.unscale(self._worker.gradients())
-            self._more_micro_batches(optimizer)
-            reply = self._push(steps=0, final=True)
-        self._until_passed(reply, index, optimizer, run, steps=False)
+            self._run_step(index, optimizer, closure, run)
+        return compat.outputs_of(closure)
+
+    def _unscale(self) -> None:
+        """Divides gradients, of which no step has seen to it, by the loss scale; notes an overflow."""
+        self._stepped = self.dummy or self._claims.scale.unscale(self._worker.gradients())
 
     def training_step_done(self, again: Callable[[Any], Any]) -> None:
         """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more, and returns
         what hooks see of it."""
-        self._stepped = True
-        if self._edits is not None:
-            self._edits.check()
+        self._edits.check()
         if self.dummy:  # the others' pushes say what is zeroed
             self._zeroes = 0
         elif not self._made_gradients:
@@ -233,36 +230,34 @@ class StepLoop:
             self._drop_gradients()
             self.at.work = None
             return
-        reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
-        while reply.kind is Say.GRANT:
-            uncounted = compat.steps_uncounted(self._trainer)
-            with self._top_up(reply) as batch, self._frozen_schedulers(), uncounted:
-                self._claims.parts.ended(again(batch), batch, self._work.piece_samples)
-            self._stepped = True
-            reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
+
+        def train(batch: Any) -> Any:
+            with self._frozen_schedulers(), compat.steps_uncounted(self._trainer):
+                return again(batch)
+
+        self._end_batch(0, None, train)
+
+    def _end_batch(self, steps: int, optimizer: Optimizer | None, train: Callable[[Any], Any]) -> None:
+        """Ends the batch that was trained, and trains top-up chunks until the global step is over.
+
+        Args:
+            steps: bit i: optimizer i steps with this batch's last push.
+            optimizer: with which the rest of an assignment is computed in micro-batches; None in manual optimization.
+            train: trains a top-up chunk, and returns its outputs.
+        """
+        self._more_micro_batches(optimizer)
+        while (reply := self._push_or_claim(steps)).kind is Say.GRANT:
+            with self._top_up(reply) as batch:
+                self._claims.parts.ended(train(batch), batch, self._work.piece_samples)
+                self._more_micro_batches(optimizer)
         self._claims.over(reply)
 
-    def _until_passed(
-        self, reply: Reply, index: int, optimizer: Optimizer, run: Callable[..., Any], *, steps: bool = True
-    ) -> None:
-        """Trains top-up chunks until the global step is over."""
-        while reply.kind is Say.GRANT:
-            with self._top_up(reply) as batch:
-                closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer)
-                if not steps:
-                    closure()
-                    self._stepped = self._claims.scale.unscale(self._worker.gradients())
-                else:
-                    self._run_step(index, optimizer, closure, run)
-                self._claims.parts.ended(compat.outputs_of(closure), batch, self._work.piece_samples)
-                if not self.dummy:
-                    self._more_micro_batches(optimizer)
-            if self.dummy:
-                self._drop_gradients()
-                reply = self._claims.claim()
-            else:
-                reply = self._push(steps=1 << index if steps else 0, final=True)
-        self._claims.over(reply)
+    def _push_or_claim(self, steps: int) -> Reply:
+        if self.dummy:
+            self._drop_gradients()
+            return self._claims.claim()
+        self._stepped = self._stepped or not self._automatic
+        return self._push(steps=steps, final=True)
 
     @contextmanager
     def _top_up(self, reply: Reply) -> Iterator[Any]:
@@ -282,11 +277,12 @@ class StepLoop:
                     f" on rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
                 )
 
-    def _more_micro_batches(self, optimizer: Optimizer) -> None:
+    def _more_micro_batches(self, optimizer: Optimizer | None) -> None:
         """Computes the rest of an assignment in micro-batches, and returns early once it is asked to (SaPS)."""
         work, claims, worker = self._work, self._claims, self._worker
+        if optimizer is None or work.grant is None:
+            return
         for piece in work.pieces[1:]:
-            assert work.grant is not None
             if worker.wants_return(work.grant):
                 break
             done = work.weight
@@ -312,8 +308,7 @@ class StepLoop:
     def _push(self, *, steps: int, final: bool) -> Reply:
         work, at, zeroes = self._work, self.at, self._zeroes
         assert work.grant is not None and work.started is not None
-        if self._edits is not None:
-            self._edits.forget()
+        self._edits.forget()
         flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
         if not final and (self._most_steps is None or work.substep + 1 < self._most_steps):
             flags |= PushFlag.MORE
@@ -341,7 +336,7 @@ class StepLoop:
             "compute_s": computed[0],
             "wait_s": time.perf_counter() - computed[1] + work.wait_s,
             "version": work.grant.version,
-            "fill_in": work.fill_in,
+            "fill_in": work.top_up,
         }
         work.wait_s = 0.0
         if final:

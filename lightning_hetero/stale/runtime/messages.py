@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.stale.decide.effects import Span
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.transport.base import RemoteFailureError
 
 

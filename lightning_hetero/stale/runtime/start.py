@@ -20,9 +20,9 @@ from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
-from lightning_hetero.transport.base import Alive, Listener, WorkerLink
+from lightning_hetero.transport.base import Alive, WorkerLink
 from lightning_hetero.transport.link import connect as connect_to
-from lightning_hetero.transport.listener import ServerListener
+from lightning_hetero.transport.listener import Listener
 from lightning_hetero.transport.store import host_store
 
 _CONNECT_S = 60.0  # for a worker that was told the address
@@ -100,7 +100,7 @@ def start_server(
         host: name under which other nodes reach this one.
         timeout: of the store; and how long workers wait at a meeting for one that lives and does not come.
     """
-    listener = ServerListener(
+    listener = Listener(
         near=near, far=far, host=host, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
     )
     area = torch.empty(layout.bytes, dtype=torch.uint8)

@@ -138,13 +138,6 @@ def test_samplers_that_cannot_be_divided() -> None:
     channel = FakeChannel(Meeting(1), 0)
     with pytest.raises(ValueError, match=r"Liar announced 5 samples but gave 4"):
         sampler_order(channel, Liar(4)).indices(0)
-    for make in (
-        lambda: sampler_order(channel, iter([1, 2])),
-        lambda: PooledRanks(iter([1]), batch_size=1, drop_last=False, seed=0, channel=channel),
-        lambda: PooledBatches(iter([[1]]), seed=0, channel=channel),
-    ):
-        with pytest.raises(TypeError, match="has no length; give it a __len__"):
-            make()
 
 
 # ---- pools -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from benchmarks.balanced.cases import Case, unequal_cases
-from benchmarks.balanced.figures import makespans, steps_to, summarize
+from benchmarks.balanced.figures import ideal_step_s, makespans, steps_to, summarize
 from benchmarks.balanced.worker import StaticShares
 from benchmarks.report import FIELDS, write_results
 from lightning_hetero import Scenario
@@ -143,7 +143,7 @@ def test_the_ideal_is_within_the_bounds_the_strategy_is_given() -> None:
     for case in (case for case in unequal_cases() if case.scenario.spells is None):
         plain, a = case.scenario.jittered(0.0), case.scenario.sample_s
         assert a is not None
-        ideal_s = plain.ideal_step_s(case.world_size, case.global_batch)
+        ideal_s = ideal_step_s(plain, case.world_size, case.global_batch)
         shares = [(ideal_s * plain.speed(r, 0) - plain.step_s) / a for r in range(case.world_size)]
         assert math.isclose(sum(shares), case.global_batch)
         least = case.per_rank / 4 if case.min_samples is None else case.min_samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_a_trace_without_own_work_has_no_summary() -> None:
     assert summarise_ranks(run) == [] and mean_global_batch(run) == 0.0
 
 
-def plain(*steps: list[Told]) -> list[dict[str, Any]]:
+def plain(*steps: Sequence[Told]) -> list[dict[str, Any]]:
     return [asdict(rank) for rank in summarise_ranks(run_with(steps))]
 
 

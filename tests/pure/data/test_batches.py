@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -32,27 +32,6 @@ def test_global_batches_are_torchs_order_whatever_the_shares(
         assert together(ranks) == expected
         assert [p.step for p, _ in ranks[0]] == list(range(len(expected)))
     assert len(GlobalBatchSampler(order, split=any_split(world, one), rank=0)) == len(expected)
-
-
-@given(sizes, st.integers(1, 6), worlds, st.integers(0, 3), st.booleans(), st.booleans(), seeds)
-def test_same_sets_as_stock_ddp_without_its_padding(
-    n: int, per_rank: int, world: int, epoch: int, shuffle: bool, drop_last: bool, seed: int
-) -> None:
-    assume(n >= world)  # with fewer samples than ranks stock DDP repeats some many times
-    stock: list[list[list[int]]] = []
-    for rank in range(world):
-        sampler = DistributedSampler(range(n), num_replicas=world, rank=rank, shuffle=shuffle)  # type: ignore
-        sampler.set_epoch(epoch)
-        stock.append(cut(list(sampler), per_rank, drop_last))
-    theirs = [set().union(*map(set, step)) for step in zip(*stock, strict=True)]
-    order = ShuffledOrder(n, seed=0, shuffle=shuffle, global_batch_size=per_rank * world, drop_last=drop_last)
-    ours = [set(b) for b in together(simulate(order, any_split(world, seed), world, epoch))]
-    if n % world == 0:
-        assert ours == theirs
-    else:  # stock fills up with the epoch's first samples, which may complete a batch that we drop
-        assert ours[:-1] == theirs[: len(ours[:-1])]
-        assert all(a <= b for a, b in zip(ours, theirs, strict=False))
-        assert 0 <= len(theirs) - len(ours) <= (1 if drop_last else 0)
 
 
 @given(st.integers(1, 80), st.integers(1, 16), worlds, seeds)
@@ -83,11 +62,3 @@ def test_behind_the_epoch_its_first_batch_comes_once_more() -> None:
     sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)
     parts = sampler.begin(4, anew=True)
     assert next(iter(sampler))[0] == 0 and parts[0].step == 4
-
-
-def test_an_iteration_begins_anew_unless_told_where() -> None:
-    order = ShuffledOrder(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
-    sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)
-    sampler.begin(1)
-    assert [b[0] for b in sampler] == [4, 8]
-    assert [b[0] for b in sampler] == [0, 4, 8]

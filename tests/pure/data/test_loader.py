@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -29,7 +29,6 @@ from lightning_hetero.data import (
     ShuffledOrder,
     inspect_loader,
     rebatched_loader,
-    rebatched_stream,
 )
 from lightning_hetero.data.batches import Split
 from tests.pure.predictors.simulated import any_split
@@ -109,14 +108,6 @@ def test_the_first_batch_asks_for_the_position_not_the_iterator() -> None:
     assert parts[0].step == 2
 
 
-def test_a_look_at_a_batch_changes_nothing() -> None:
-    plain, _ = rebatched(DataLoader(Numbers(12), batch_size=4), 12, 4, lambda *_: (4,), 0)
-    looked, parts = rebatched(DataLoader(Numbers(12), batch_size=4), 12, 4, lambda *_: (4,), 0)
-    next(iter(looked))
-    assert [b.tolist() for b in looked] == [b.tolist() for b in plain]
-    assert [p.step for p in parts] == [0, 0, 1, 2]
-
-
 def test_batches_out_of_order_are_put_in_order() -> None:
     try:
         unordered = DataLoader(Numbers(8), batch_size=2, in_order=False)
@@ -129,12 +120,6 @@ def test_batches_out_of_order_are_put_in_order() -> None:
 class Ignoring(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return iter([1, 2, 3])
-
-
-def test_a_loader_that_ignores_its_batch_sampler_is_named() -> None:
-    loader, _ = rebatched(Ignoring(Numbers(8), batch_size=2), 8, 4, lambda *_: (4,), 0)
-    with pytest.raises(TypeError, match="does not draw from its batch_sampler"):
-        next(iter(loader))
 
 
 # ---- what a loader is --------------------------------------------------------------------------------------
@@ -251,122 +236,3 @@ class Wrapped(DataLoader):
 
 def test_a_subclass_that_adds_to_its_batches_can_be_divided() -> None:
     assert inspect_loader(Wrapped(NINE, batch_size=2, shuffle=True, num_workers=1)).kind == "plain"
-
-
-# ---- streams -----------------------------------------------------------------------------------------------
-
-
-class Finite(IterableDataset[int]):
-    def __init__(self, n: int, first: int = 0) -> None:
-        self.n, self.first = n, first
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first, self.first + self.n))
-
-
-class Sized(Finite):
-    def __len__(self) -> int:
-        return self.n
-
-
-Steps = list[tuple[Part, list[int]]]
-
-
-def stream(loader: DataLoader, mode: Any, rank: int, world: int, size: int, split: Split, position: int = 0,
-           limit: int | None = None) -> Steps:
-    parts: list[Part] = []
-    balanced = rebatched_stream(
-        loader,
-        mode=mode,
-        rank=rank,
-        world_size=world,
-        global_batch_size=size,
-        split=split,
-        position=lambda: (4, position),
-        on_fetch=parts.append,
-    )
-    batches = [b.tolist() for b, _ in zip(balanced, range(limit if limit is not None else 10**6), strict=False)]
-    return [(p, b if p.samples else []) for p, b in zip(parts, batches, strict=False)]
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(0, 50),
-    st.integers(1, 12),
-    st.integers(1, 7),
-    st.integers(1, 4),
-    st.integers(0, 6),
-    st.booleans(),
-    seeds,
-)
-def test_a_shared_stream_is_trained_once(
-    n: int, size: int, chunk: int, world: int, position: int, drop_last: bool, seed: int
-) -> None:
-    def loader() -> DataLoader:
-        return DataLoader(Sized(n), batch_size=chunk, drop_last=drop_last)
-
-    ranks = [stream(loader(), "shared", r, world, size, any_split(world, seed), position) for r in range(world)]
-    expected = [list(range(i, min(n, i + size))) for i in range(0, n, size)]
-    if drop_last:
-        expected = [b for b in expected if len(b) == size]
-    together = [[i for _, mine in step for i in mine] for step in zip(*ranks, strict=True)]
-    assert together == expected[position:]
-    for k, batch in enumerate(together):
-        parts = [rank[k][0] for rank in ranks]
-        assert {(p.epoch, p.step, p.weight_base, sum(p.shares)) for p in parts} == {
-            (4, position + k, len(batch), len(batch))
-        }
-        assert sum(p.weight for p in parts) == pytest.approx(world)
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 8), seeds)
-def test_infinite_streams_follow_the_shares(size: int, chunk: int, world: int, steps: int, seed: int) -> None:
-    split = any_split(world, seed)
-    for rank in range(world):
-        loader = DataLoader(Endless(), batch_size=chunk)
-        got = stream(loader, "infinite", rank, world, size, split, limit=steps)
-        assert [len(mine) for _, mine in got] == [split(4, t, size)[rank] for t in range(steps)]
-        trained = [i for _, mine in got for i in mine]
-        assert trained == sorted(set(trained))  # in the stream's order, none twice
-        assert all(p.weight == pytest.approx(world * len(mine) / size) for p, mine in got)
-
-
-@given(st.integers(0, 20), st.integers(1, 9), st.integers(1, 5))
-def test_an_infinite_stream_that_ends_says_so(n: int, share: int, chunk: int) -> None:
-    loader = DataLoader(Finite(n), batch_size=chunk, drop_last=True)
-    message = rf"stream of rank 1 was declared infinite \(stream='infinite'\) but ended at batch {n // share};"
-    with pytest.raises(RuntimeError, match=message):
-        stream(loader, "infinite", 1, 2, 10, lambda *_: (10 - share, share))
-
-
-@pytest.mark.parametrize(("mode", "drop_last", "length"), [("shared", False, 4), ("shared", True, 3),
-                                                           ("infinite", False, 7), ("infinite", True, 6)])
-def test_length_of_a_sized_stream(mode: Any, drop_last: bool, length: int) -> None:
-    """Shared: 13 samples in batches of 4. Infinite: 13 is what each of 2 ranks goes through in an epoch."""
-
-    def balanced(dataset: IterableDataset) -> DataLoader:
-        return rebatched_stream(
-            DataLoader(dataset, batch_size=2, drop_last=drop_last),
-            mode=mode,
-            rank=0,
-            world_size=2,
-            global_batch_size=4,
-            split=lambda *_: (2, 2),
-            position=lambda: (0, 0),
-            on_fetch=lambda _: None,
-        )
-
-    assert len(balanced(Sized(13))) == length
-    with pytest.raises(TypeError):
-        len(balanced(Finite(13)))
-
-
-
-
-def test_collate_is_the_users_and_the_loader_is_left_alone() -> None:
-    loader = DataLoader(Finite(10), batch_size=3, drop_last=True, collate_fn=lambda s: torch.tensor(s) * 10)
-    steps = stream(loader, "shared", 1, 2, 4, lambda _, __, total: (1, total - 1) if total > 2 else (1, 1))
-    assert [mine for _, mine in steps] == [[10, 20, 30], [50, 60, 70]]
-    assert next(iter(loader)).tolist() == [0, 10, 20]
-    assert loader.drop_last

@@ -30,10 +30,6 @@ def test_small_alpha_gives_few_labels_and_seeds_differ() -> None:
     assert partition_by_labels(LABELS, 5, seed=1) != partition_by_labels(LABELS, 5, seed=2)
 
 
-def test_least_samples_hold() -> None:
-    assert min(map(len, partition_by_labels(LABELS, 8, alpha=0.3, least=20, seed=3))) >= 20
-
-
 def test_groups_stay_whole() -> None:
     groups = [f"writer{i % 7}" for i in range(100)]
     parts = partition_by_group(groups, 3, seed=4)

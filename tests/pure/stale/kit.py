@@ -7,8 +7,8 @@ from typing import Any
 from lightning_hetero.predictors import Ewma
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import (
+    Assigned,
     Effect,
-    Granted,
 )
 from lightning_hetero.stale.decide.policy import (
     Apply,
@@ -36,11 +36,20 @@ def only(effects: list[Effect]) -> Effect:
     return effects[0]
 
 
-def granted(effects: list[Effect]) -> Granted:
+def assigned(effects: list[Effect]) -> Assigned:
     """The one grant among the effects."""
-    grants = [e for e in effects if isinstance(e, Granted)]
-    assert len(grants) == 1, effects
-    return grants[0]
+    assignments = [e for e in effects if isinstance(e, Assigned)]
+    assert len(assignments) == 1, effects
+    return assignments[0]
+
+
+def over(coordinator: Coordinator) -> bool:
+    return coordinator.global_step == len(coordinator.ends)
+
+
+def assigned_samples(coordinator: Coordinator) -> int:
+    ledger = coordinator.ledger
+    return ledger.total - ledger.free - ledger.arrived
 
 
 def kinds(effects: list[Effect]) -> list[str]:

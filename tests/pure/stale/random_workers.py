@@ -18,8 +18,8 @@ import numpy as np
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import (
     Accepted,
+    Assigned,
     Effect,
-    Granted,
     Passed,
     Refused,
     Reissued,
@@ -27,6 +27,7 @@ from lightning_hetero.stale.decide.effects import (
     Updated,
 )
 from lightning_hetero.stale.decide.policy import Claim, Grant, Hold
+from tests.pure.stale.kit import over
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class RandomWorker:
     rate_s: float
     alive: bool = True
     life: int = 0  # events of an earlier life are void
-    tick: int = 0
-    granted: int = 0  # grants in this epoch
+    global_step: int = 0
+    assigned: int = 0  # assignments in this epoch
     finished: bool = False
     asked_s: float | None = None  # claimed and not answered
     waited_s: float = 0.0  # of that: while there was work to give
@@ -71,7 +72,7 @@ class Books:
     refused: Counter[str] = field(default_factory=Counter)
     reissued: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)  # samples by staleness
-    granted: list[Granted] = field(default_factory=list)
+    assigned: list[Assigned] = field(default_factory=list)
     recomputed: int = 0
     longest_wait_s: float = 0.0
     second_issues: int = 0
@@ -91,8 +92,8 @@ class Loop:
         self.count = 0
         self.now = 0.0
         self.books = Books()
-        self.leases: dict[int, Granted] = {}  # every grant of the run
-        self.out: set[int] = set()  # leases whose samples are with a worker, as far as we were told
+        self.assignments: dict[int, Assigned] = {}  # every grant of the run
+        self.out: set[int] = set()  # assignments whose samples are with a worker, as far as we were told
         self.pooled: list[tuple[Accepted, list[int]]] = []
         self.applied: Counter[int] = Counter()
         self.used_up: Counter[int] = Counter()  # not finite
@@ -127,7 +128,7 @@ class Loop:
         self.witnessed = False
         assert self.it.begin(number, ends, now=self.now) == []
         for worker in self.workers.values():
-            worker.tick, worker.granted, worker.finished = 0, 0, False
+            worker.global_step, worker.assigned, worker.finished = 0, 0, False
             if worker.alive:
                 pause = 50.0 if self.rng.random() < self.case.late else 0.0
                 self.claim_later(worker, pause + self.case.jitter * self.rng.random())
@@ -137,7 +138,7 @@ class Loop:
             assert steps < 200 * (ends[-1] + 10) * len(self.workers), "no end in sight"
             wake_s = self.it.wake_s()
             next_s = self.heap[0][0] if self.heap else math.inf
-            assert min(wake_s, next_s) < math.inf, f"deadlock in epoch {number}, tick {self.it.tick}"
+            assert min(wake_s, next_s) < math.inf, f"deadlock in epoch {number}, global_step {self.it.global_step}"
             if wake_s <= next_s:
                 self.advance(wake_s)
                 self.take(self.it.wake(self.now))
@@ -152,7 +153,7 @@ class Loop:
 
     def advance(self, to: float) -> None:
         to = max(to, self.now)
-        room = self.it.ledger.free - (len(self.it.ends) - 1 - self.it.tick)
+        room = self.it.ledger.free - (len(self.it.ends) - 1 - self.it.global_step)
         for worker in self.workers.values():
             if worker.alive and worker.asked_s is not None and room > 0:
                 worker.waited_s += to - self.now
@@ -168,54 +169,54 @@ class Loop:
     # --- what workers do ---
 
     def claim(self, worker: RandomWorker, _: Any) -> None:
-        first = worker.granted == 0
+        first = worker.assigned == 0
         worker.asked_s, worker.waited_s, worker.patience_s = self.now, 0.0, 0.0
-        self.take(self.it.claim(worker.rank, worker.tick, self.now))
+        self.take(self.it.claim(worker.rank, worker.global_step, self.now))
         if first:
-            assert worker.granted > 0, "the first claim of an epoch is answered with a grant, at once"
+            assert worker.assigned > 0, "the first claim of an epoch is answered with a grant, at once"
 
-    def push(self, worker: RandomWorker, data: tuple[Granted, int, bool]) -> None:
-        granted, samples, finite = data
+    def push(self, worker: RandomWorker, data: tuple[Assigned, int, bool]) -> None:
+        assigned, samples, finite = data
         if worker.rank not in self.it.live:
-            self.out.discard(granted.lease)
-        count = None if samples == granted.samples else samples
+            self.out.discard(assigned.assignment)
+        count = None if samples == assigned.samples else samples
         effects = self.it.push(
-            worker.rank, granted.lease, self.now, tick=worker.tick, samples=count, finite=finite
+            worker.rank, assigned.assignment, self.now, global_step=worker.global_step, samples=count, finite=finite
         )
         assert isinstance(effects[0], Accepted | Refused)
-        assert (effects[0].rank, effects[0].lease) == (worker.rank, granted.lease)
-        self.pushed(worker, granted, samples, effects)
+        assert (effects[0].rank, effects[0].assignment) == (worker.rank, assigned.assignment)
+        self.pushed(worker, assigned, samples, effects)
         self.take(effects)
         if worker.alive and worker.asked_s is None:
             self.claim(worker, None)
 
-    def give_back(self, worker: RandomWorker, granted: Granted) -> None:
-        worker.granted -= 1
-        self.out.discard(granted.lease)
-        self.take(self.it.give_back(worker.rank, granted.lease, self.now))
+    def give_back(self, worker: RandomWorker, assigned: Assigned) -> None:
+        worker.assigned -= 1
+        self.out.discard(assigned.assignment)
+        self.take(self.it.give_back(worker.rank, assigned.assignment, self.now))
         self.claim_later(worker, 0.01)
 
-    def look(self, worker: RandomWorker, data: tuple[Granted, int, float]) -> None:
+    def look(self, worker: RandomWorker, data: tuple[Assigned, int, float]) -> None:
         """Between two micro-batches: returns early if the coordinator wants it."""
-        granted, done, per_s = data
-        if done >= granted.samples or (self.it.wants_return(granted.lease) and done):
-            self.push(worker, (granted, min(done, granted.samples), True))
+        assigned, done, per_s = data
+        if done >= assigned.samples or (self.it.wants_return(assigned.assignment) and done):
+            self.push(worker, (assigned, min(done, assigned.samples), True))
         else:
-            self.later(self.now + per_s, "look", worker.rank, (granted, done + granted.micro, per_s))
+            self.later(self.now + per_s, "look", worker.rank, (assigned, done + assigned.micro, per_s))
 
     def die(self, worker: RandomWorker, _: Any) -> None:
         if not worker.alive or sum(w.alive for w in self.workers.values()) == 1:
             return
         worker.alive, worker.asked_s = False, None
         worker.life += 1
-        self.out = {n for n in self.out if self.leases[n].rank != worker.rank}
+        self.out = {n for n in self.out if self.assignments[n].rank != worker.rank}
         self.take(self.it.lost(worker.rank, self.now))
 
     def join(self, worker: RandomWorker, _: Any) -> None:
         if worker.alive:
             return
-        worker.alive, worker.finished, worker.granted = True, False, 0
-        worker.tick = int(self.rng.integers(0, min(self.it.tick, len(self.ends) - 1) + 1))
+        worker.alive, worker.finished, worker.assigned = True, False, 0
+        worker.global_step = int(self.rng.integers(0, min(self.it.global_step, len(self.ends) - 1) + 1))
         self.take(self.it.joined(worker.rank, self.now))
         self.claim_later(worker, 0.01)
 
@@ -225,47 +226,47 @@ class Loop:
         for effect in effects:
             getattr(self, "on_" + type(effect).__name__.lower())(effect)
 
-    def on_granted(self, granted: Granted) -> None:
-        worker = self.workers[granted.rank]
+    def on_assigned(self, assigned: Assigned) -> None:
+        worker = self.workers[assigned.rank]
         assert worker.asked_s is not None and worker.alive
         self.answered(worker)
-        worker.granted += 1
-        assert granted.base == self.it.version and granted.tick == self.it.tick
-        assert granted.lease not in self.leases
-        self.leases[granted.lease] = granted
-        self.books.granted.append(granted)
+        worker.assigned += 1
+        assert assigned.base == self.it.version and assigned.global_step == self.it.global_step
+        assert assigned.assignment not in self.assignments
+        self.assignments[assigned.assignment] = assigned
+        self.books.assigned.append(assigned)
         rng, case = self.rng, self.case
-        if not granted.spans:
-            assert worker.granted == 1, "only the first grant of an epoch may be a dummy"
+        if not assigned.spans:
+            assert worker.assigned == 1, "only the first grant of an epoch may be a dummy"
             self.claim_later(worker, 0.02)
             return
-        for lease in list(self.out):
-            other = self.leases[lease]
-            if set(flat(other.spans)) & set(flat(granted.spans)):
+        for assignment in list(self.out):
+            other = self.assignments[assignment]
+            if set(flat(other.spans)) & set(flat(assigned.spans)):
                 if other.rank not in self.it.live:  # stalled, which is not told if its samples were issued twice
-                    self.out.discard(lease)
+                    self.out.discard(assignment)
                     continue
-                assert other.spans == granted.spans and other.rank != granted.rank
+                assert other.spans == assigned.spans and other.rank != assigned.rank
                 self.books.second_issues += 1
-        mine = set(flat(granted.spans))
-        assert len(mine) == granted.samples
+        mine = set(flat(assigned.spans))
+        assert len(mine) == assigned.samples
         assert not any(self.applied[i] or self.used_up[i] for i in mine)
-        self.out.add(granted.lease)
-        seconds = self.duration(worker, granted.samples)
+        self.out.add(assigned.assignment)
+        seconds = self.duration(worker, assigned.samples)
         if rng.random() < case.give_back:
-            self.later(self.now + 0.01, "give_back", worker.rank, granted)
+            self.later(self.now + 0.01, "give_back", worker.rank, assigned)
             return
-        if granted.micro:
-            per_s = self.duration(worker, granted.micro)
-            self.later(self.now + per_s, "look", worker.rank, (granted, granted.micro, per_s))
+        if assigned.micro:
+            per_s = self.duration(worker, assigned.micro)
+            self.later(self.now + per_s, "look", worker.rank, (assigned, assigned.micro, per_s))
             return
-        samples = granted.samples
+        samples = assigned.samples
         if rng.random() < case.early:
-            samples = int(rng.integers(1, granted.samples + 1))
+            samples = int(rng.integers(1, assigned.samples + 1))
         if rng.random() < case.stall:
             seconds += 400.0 * rng.random()
         self.later(
-            self.now + seconds, "push", worker.rank, (granted, samples, rng.random() >= case.nonfinite)
+            self.now + seconds, "push", worker.rank, (assigned, samples, rng.random() >= case.nonfinite)
         )
 
     def duration(self, worker: RandomWorker, samples: int) -> float:
@@ -275,11 +276,11 @@ class Loop:
     def on_passed(self, passed: Passed) -> None:
         worker = self.workers[passed.rank]
         assert worker.asked_s is not None and worker.alive
-        assert worker.granted > 0, "a rank passed by before its first step"
-        assert passed.tick == self.it.tick > worker.tick
+        assert worker.assigned > 0, "a rank passed by before its first step"
+        assert passed.global_step == self.it.global_step > worker.global_step
         self.answered(worker)
-        worker.tick = passed.tick
-        if passed.tick == len(self.ends):
+        worker.global_step = passed.global_step
+        if passed.global_step == len(self.ends):
             worker.finished = True
         else:
             self.claim_later(worker, 0.001 * self.case.jitter * self.rng.random())
@@ -291,11 +292,11 @@ class Loop:
         if holds != "barrier":
             assert worker.waited_s <= (worker.patience_s if holds == "grace" else 0.0) + 1e-9
 
-    def pushed(self, worker: RandomWorker, granted: Granted, samples: int, effects: list[Effect]) -> None:
+    def pushed(self, worker: RandomWorker, assigned: Assigned, samples: int, effects: list[Effect]) -> None:
         """Checks the answer to a push against the books, before the other effects are taken."""
-        first, alive = effects[0], granted.lease in self.out
-        used = flat(granted.spans)[:samples]
-        self.out.discard(granted.lease)
+        first, alive = effects[0], assigned.assignment in self.out
+        used = flat(assigned.spans)[:samples]
+        self.out.discard(assigned.assignment)
         if isinstance(first, Refused):
             self.books.refused[first.reason] += 1
             self.books.recomputed += samples
@@ -307,19 +308,19 @@ class Loop:
             self.used_up.update(used)
         else:
             assert isinstance(first, Accepted) and first.samples == samples
-            assert first.staleness == self.it_version_before(effects) - granted.base
+            assert first.staleness == self.it_version_before(effects) - assigned.base
             self.pooled.append((first, used))
-        assert alive, "a lease that was void is accepted"
-        self.witnessed = self.witnessed or worker.tick == self.tick_before(effects)
-        for lease in list(self.out):
-            if self.leases[lease].spans == granted.spans:
-                self.out.discard(lease)
+        assert alive, "an assignment that was void is accepted"
+        self.witnessed = self.witnessed or worker.global_step == self.tick_before(effects)
+        for assignment in list(self.out):
+            if self.assignments[assignment].spans == assigned.spans:
+                self.out.discard(assignment)
 
     def it_version_before(self, effects: list[Effect]) -> int:
         return self.it.version - sum(isinstance(e, Updated) for e in effects)
 
     def tick_before(self, effects: list[Effect]) -> int:
-        return self.it.tick - sum(isinstance(e, Updated) and e.ends_step for e in effects)
+        return self.it.global_step - sum(isinstance(e, Updated) and e.ends_step for e in effects)
 
     def on_accepted(self, accepted: Accepted) -> None:
         bound = self.it.policy.bound_for(len(self.it.workers.crew))
@@ -332,11 +333,11 @@ class Loop:
     def on_reissued(self, reissued: Reissued) -> None:
         self.books.reissued[reissued.reason] += 1
         assert reissued.samples > 0
-        self.out.discard(reissued.lease)
+        self.out.discard(reissued.assignment)
 
     def on_updated(self, updated: Updated) -> None:
-        expected = [(a.rank, a.lease, a.samples, a.staleness) for a, _ in self.pooled]
-        assert [(c.rank, c.lease, c.samples, c.staleness) for c in updated.contributions] == expected
+        expected = [(a.rank, a.assignment, a.samples, a.staleness) for a, _ in self.pooled]
+        assert [(c.rank, c.assignment, c.samples, c.staleness) for c in updated.contributions] == expected
         assert updated.samples == sum(c.samples for c in updated.contributions)
         positions = [i for _, used in self.pooled for i in used]
         self.applied.update(positions)
@@ -346,31 +347,31 @@ class Loop:
         for c in updated.contributions:
             self.books.staleness[c.staleness] += c.samples
         if updated.ends_step:
-            assert self.witnessed, "a tick ended without anybody in it"
+            assert self.witnessed, "a global step ended without anybody in it"
             self.witnessed = False
-            tick = sum(u.ends_step for u in self.books.updates[-1])
-            assert updated.tick == tick
+            global_step = sum(u.ends_step for u in self.books.updates[-1])
+            assert updated.global_step == global_step
             done = sum(self.applied.values()) + sum(self.used_up.values())
-            assert done >= self.ends[tick - 1] or self.it.policy.name in ("quorum", "backup")
-            assert self.ends[-1] - done >= len(self.ends) - tick
+            assert done >= self.ends[global_step - 1] or self.it.policy.name in ("quorum", "backup")
+            assert self.ends[-1] - done >= len(self.ends) - global_step
         assert updated.samples > 0 or updated.ends_step
         bound = self.it.policy.bound_for(len(self.it.workers.crew))
         if bound is not None:  # a second issue lives on alone: nobody is told
-            self.out = {n for n in self.out if updated.version - self.leases[n].base <= bound}
+            self.out = {n for n in self.out if updated.version - self.assignments[n].base <= bound}
 
     def finish(self, ends: Sequence[int]) -> None:
         updates = self.books.updates[-1]
-        assert sum(u.ends_step for u in updates) == len(ends) == self.it.tick
+        assert sum(u.ends_step for u in updates) == len(ends) == self.it.global_step
         assert [u.version for u in updates] == list(
             range(self.it.version - len(updates) + 1, self.it.version + 1)
         )
-        assert self.it.over and not self.pooled and not self.out
+        assert over(self.it) and not self.pooled and not self.out
         ledger = self.it.ledger
-        assert (ledger.free, ledger.leased, ledger.arrived) == (0, 0, ends[-1])
+        assert (ledger.free, ledger.arrived) == (0, ends[-1])
         times = self.applied + self.used_up
         assert all(times[i] == 1 for i in range(ends[-1]))
         for worker in self.workers.values():
-            assert not worker.alive or worker.granted > 0
+            assert not worker.alive or worker.assigned > 0
 
 
 def run(coordinator: Coordinator, case: Case) -> Books:

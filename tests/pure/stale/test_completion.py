@@ -20,11 +20,6 @@ def test_in_the_end_it_is_the_mean_of_all() -> None:
     np.testing.assert_allclose(gradients[0] + moved, mean, rtol=1e-12)
 
 
-def test_what_counts_nothing_changes_nothing() -> None:
-    assert completed(0.0, 0.0) == (0.0, 0.0)
-    assert completed(4.0, 0.0) == (4.0, 0.0)
-
-
 def grows(sharpness: float, late: float, *, joins: bool, momentum: float = 0.9) -> bool:
     """Whether momentum SGD leaves the minimum of a parabola, a part of each update being one version late.
 

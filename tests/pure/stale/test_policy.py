@@ -17,7 +17,6 @@ from lightning_hetero.stale.decide.policy import (
     Flexible,
     Grant,
     Hold,
-    Policy,
     Pool,
     Saps,
     Ssp,
@@ -83,16 +82,10 @@ def test_flexible_takes_the_moment_when_enough_has_arrived() -> None:
     """Not the last chunk's: what comes after the batch is complete counts for the next."""
     chunks = (due(40, 0.5, rank=1), due(24, 0.8, rank=2), due(9, 50.0, rank=3))
     assert isinstance(Flexible().claim(claim(due=chunks)), Hold)
-    # late chunks alone complete nothing: a chunk of this tick is needed, too
+    # late chunks alone complete nothing: a chunk of this global step is needed, too
     chunks = (due(64, 0.5, current=False), due(5, 50.0, rank=2))
     assert isinstance(Flexible().claim(claim(due=chunks)), Grant)
     assert isinstance(Flexible().claim(claim(due=chunks, witnessed=True)), Hold)
-
-
-def test_flexible_never_holds_the_only_worker_in_the_tick() -> None:
-    late = (due(70, 0.1, current=False),)
-    assert Flexible(grace=9.0).claim(claim(due=late)) == Grant(samples=16)
-    assert Flexible(grace=9.0).claim(claim(due=late, need=-3)) == Grant(samples=1)
 
 
 def test_flexible_counts_workers_that_are_still_to_come_in_the_first_tick_only() -> None:
@@ -114,15 +107,8 @@ def test_a_barrier_gives_everybody_its_part_once() -> None:
     # the part of a worker that died goes to the others, at most an equal share each
     assert policy.claim(claim(served=True, need=48, due=others)) == Grant(samples=16)
     assert policy.claim(claim(served=True, need=37, due=others)) == Grant(samples=5)
-    # who cannot end this tick waits for the next
+    # who cannot end this global step waits for the next
     assert policy.claim(claim(late=True, first=True)) == Hold()
-
-
-@pytest.mark.parametrize("policy", [Flexible(), Bsp()])
-def test_pooled_policies_update_once_per_batch_at_full_worth(policy: Policy) -> None:
-    assert policy.update(pool(missing=1)) is None
-    assert policy.update(pool(missing=0, witnessed=False)) is None
-    assert policy.update(pool(missing=0)) == policy.update(pool(missing=-7)) == Apply()
 
 
 # --- asynchronous ---
@@ -136,14 +122,6 @@ def test_asynchronous_updates_are_worth_their_part_of_the_batch(name: str) -> No
     assert policy.update(pool(samples=24, missing=-2, witnessed=False)) == Apply(worth=24 / 64, ends_step=False)
     assert policy.update(pool(contributions=0, pushes=1, samples=0)) is None
     assert policy.update(pool(contributions=0, pushes=1, samples=0, missing=0)) == Apply(worth=0.0)
-
-
-@pytest.mark.parametrize("name", ["asp", "saps"])
-def test_asynchronous_workers_get_an_equal_chunk_and_never_wait(name: str) -> None:
-    policy = by_name(name)
-    for changes in ({}, {"due": (due(64, 0.1),)}, {"lead": 99}, {"need": -5}, {"share": 0}):
-        answer = policy.claim(claim(**changes))
-        assert isinstance(answer, Grant) and answer.samples == 16
 
 
 def test_ssp_holds_who_is_too_far_ahead_of_the_slowest() -> None:
@@ -169,17 +147,6 @@ def test_saps_thresholds_exceed_the_natural_gap() -> None:
 # --- all ---
 
 
-def test_what_each_policy_claims() -> None:
-    claims = {n: ((p := by_name(n)).claims_bound, p.holds) for n in NAMES}
-    assert claims == {
-        "flexible": (2, "grace"),
-        "saps": (None, "never"),  # bound_for(workers)
-        "asp": (None, "never"),
-        "bsp": (0, "barrier"),
-        "ssp": (None, "barrier"),
-    }
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_the_arguments(name: str) -> None:
     policy = by_name(name)
@@ -192,10 +159,9 @@ def test_settings_are_the_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dc_asgd", "dynsgd", "drop", "buffered", "backup", "quorum"])
 def test_a_policy_that_went_says_where_it_is_now(name: str) -> None:
-    with pytest.raises(ValueError, match=f"policy='{name}' is no longer part of the package: ") as caught:
+    with pytest.raises(ValueError, match=f"policy='{name}' is no longer part of the package: copy its class"):
         by_name(name)
-    said = str(caught.value)
-    assert name == "dc_asgd" or f"{WRITTEN[name].__module__.replace('.', '/')}.py" in said
+    assert name in WRITTEN or name == "dc_asgd"
 
 
 @pytest.mark.parametrize(
@@ -207,8 +173,7 @@ def test_a_policy_that_went_says_where_it_is_now(name: str) -> None:
         (lambda: Flexible(bound=True), TypeError, "bound=True"),
         (lambda: Flexible(grace=-0.1), ValueError, "grace=-0.1"),
         (lambda: Flexible(grace=math.nan), ValueError, "grace=nan"),
-        (lambda: Flexible(late="join"), TypeError, "Flexible no longer has late="),  # type: ignore[arg-type]
-        (lambda: by_name("flexible", late="complete"), TypeError, "Flexible no longer has late="),
+        (lambda: by_name("asp", bound=2), ValueError, "no use for bound=2; drop it, or choose"),
         (lambda: Ssp(bound=-1), ValueError, "bound=-1"),
         (lambda: Saps(threshold=0), ValueError, "threshold=0"),
         (lambda: Saps(threshold=4, bound=4), ValueError, "must exceed threshold=4"),

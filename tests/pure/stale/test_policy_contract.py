@@ -99,7 +99,7 @@ def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
 @given(
     workers=st.integers(1, 5),
     chunk=st.integers(1, 20),
-    ticks=st.integers(1, 6),
+    global_steps=st.integers(1, 6),
     last=st.floats(0.0, 1.0),
     rate_s=st.floats(0.01, 0.1),
     launch=st.floats(0.0, 20.0),
@@ -107,10 +107,10 @@ def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
 )
 @settings(max_examples=150)
 def test_with_equal_constant_speeds_every_update_is_exactly_its_batch(
-    name: str, workers: int, chunk: int, ticks: int, last: float, rate_s: float, launch: float, ahead: int
+    name: str, workers: int, chunk: int, global_steps: int, last: float, rate_s: float, launch: float, ahead: int
 ) -> None:
-    sizes = [workers * chunk] * ticks
-    if ticks > 1:
+    sizes = [workers * chunk] * global_steps
+    if global_steps > 1:
         sizes[-1] = max(1, round(sizes[-1] * last))
     ends = tuple(accumulate(sizes))
     case = Case(ends=(ends,) * 3, rates_s=(rate_s,) * workers, launch_s=launch * rate_s, ahead=ahead)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.stale.decide.report.summary import Since, advice, engine_metrics, summary
+from lightning_hetero.stale.decide.report import Counts, Measures, Since, advice, engine_metrics, summary
 
 
 def measured(
@@ -33,7 +32,7 @@ def measured(
     counts.discarded["gone"] += 1
     counts.reissued["stalled"] += 9
     return Measures(
-        counts=replace(counts, **more), epoch=1, tick=3, version_gap=2, shares=(6, 3),
+        counts=replace(counts, **more), epoch=1, global_step=3, version_gap=2, shares=(6, 3),
         predicted_s=tuple(predicted_s), equal_s=tuple(equal_s),
     )  # fmt: skip
 
@@ -64,12 +63,6 @@ def test_engine_metrics() -> None:
     )
 
 
-def test_engine_metrics_before_the_first_update() -> None:
-    nothing = Measures(counts=Counts(), epoch=0, tick=0, version_gap=0, shares=(), predicted_s=(), equal_s=())
-    numbers = engine_metrics(nothing, 2)
-    assert set(numbers.values()) == {0.0} and len(numbers) == 11
-
-
 def test_reports_are_means_per_update_since_the_last() -> None:
     since, first = Since(), measured()
     report = since.report(first, 2)
@@ -87,26 +80,12 @@ def test_reports_are_means_per_update_since_the_last() -> None:
     assert [r.wait_s for r in later.records] == [0.0, 0.0]
 
 
-def test_updates_without_an_answer_are_counted_in_the_next_report() -> None:
-    since, start = Since(), measured(updates=0)
-    assert since.report(start, 2) is None
-    report = since.report(measured(), 2)
-    assert report is not None and [r.samples for r in report.records] == [6, 3]
-
-
 def test_a_server_that_was_started_again_counts_from_zero() -> None:
     since = Since()
     since.report(measured(), 2)
     again = since.report(measured(updates=5, samples=Counter({0: 20, 1: 10})), 2)
     assert again is not None
     assert [r.samples for r in again.records] == [4, 2]
-
-
-def test_ranks_the_server_knows_nothing_of_have_records_too() -> None:
-    report = Since().report(measured(), 3)
-    assert report is not None and len(report.records) == 3
-    assert (report.records[2].samples, report.records[2].compute_s) == (0, 0.0)
-    assert math.isnan(report.predicted_s[2])
 
 
 def test_summary() -> None:

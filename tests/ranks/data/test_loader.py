@@ -6,9 +6,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from tests.ranks.data.indexed import (
     EXACT,
@@ -16,14 +15,13 @@ from tests.ranks.data.indexed import (
     Noting,
     Other,
     by_name,
-    cut,
     ddp_order,
     fit,
     indexed,
     refusal,
     together,
 )
-from tests.ranks.data.kit import Backwards, Mirrored, Pairs, of_ranks, per_epoch, replicas, weighted
+from tests.ranks.data.kit import Backwards, Pairs
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import single, weights
 
@@ -45,9 +43,6 @@ def everyday(rank: int, world: int) -> dict[str, Fit]:
         "drop_last": fit(rank, world, loader(shuffle=True, drop_last=True), strategy=lazy),
         "stock": fit(rank, world, loader(shuffle=True), strategy=DDPStrategy(process_group_backend="gloo")),
         "stock_unshuffled": fit(rank, world, loader(), strategy=DDPStrategy(process_group_backend="gloo")),
-        "stock_drop_last": fit(
-            rank, world, loader(drop_last=True), strategy=DDPStrategy(process_group_backend="gloo")
-        ),
     }
 
 
@@ -89,11 +84,6 @@ def test_stock_ddp_trains_on_the_same_sets(suffix: str) -> None:
         assert sorted(stock) == sorted(mine + padding)
 
 
-def test_stock_ddp_drops_the_same_last_batch() -> None:
-    ours, theirs = together(everyday_runs()["drop_last"]), together(everyday_runs()["stock_drop_last"])
-    assert [set(b) for b in ours] == [set(b) for b in theirs]
-
-
 @pytest.mark.parametrize("name", ["scripted", "other", "unshuffled"])
 def test_weights_are_the_single_processes(name: str) -> None:
     oracle = single_run()
@@ -107,88 +97,6 @@ def single_run() -> Any:
     module = Noting()
     single(module, indexed(SAMPLES), BATCH * 4, max_epochs=EPOCHS)
     return weights(module)
-
-
-# ---- samplers ----------------------------------------------------------------------------------------------
-
-
-def samplers(rank: int, world: int) -> dict[str, Fit]:
-    def run(trainer: dict[str, Any] | None = None, n: int = 30, strategy: Any = None, **kwargs: Any) -> Fit:
-        torch.manual_seed(100 + rank)  # ranks' own random streams differ
-        if "batch_sampler" not in kwargs:
-            kwargs.setdefault("batch_size", 4)
-        return fit(rank, world, DataLoader(indexed(n), **kwargs), strategy=strategy, **(trainer or {}))
-
-    nested = replicas(Mirrored, rank)
-    own: dict[str, Any] = {"use_distributed_sampler": False}
-    pool = {"batch_sampler": "pool"}
-    return {
-        "user": run(sampler=Backwards(20)),
-        "weighted": run(sampler=weighted()),
-        "weighted_generator": run(sampler=weighted(seed=rank)),
-        "distributed": run(sampler=replicas(DistributedSampler, rank)),
-        "distributed_drop": run(sampler=replicas(DistributedSampler, rank, n=29, drop_last=True)),
-        "distributed_short": run(sampler=replicas(DistributedSampler, rank, n=21)),
-        "subclass": run(sampler=replicas(Mirrored, rank)),
-        "subclass_in_batches": run(batch_sampler=BatchSampler(nested, 4, False)),
-        "batches_as_sampler": run(sampler=BatchSampler(replicas(DistributedSampler, rank), 4, False), batch_size=None),
-        "pooled": run(batch_sampler=Pairs(), strategy=pool),
-        "own_halves": run(own, sampler=list(range(15 * rank, 15 * rank + 15))),
-        "own_batches": run(own, batch_sampler=Pairs(first=14 * rank), strategy=pool),
-    }
-
-
-@cache
-def sampler_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, samplers))
-
-
-def test_a_users_sampler_is_kept() -> None:
-    assert together(sampler_runs()["user"]) == per_epoch(Backwards(20), 8)
-
-
-def test_weighted_sampling_is_the_same_on_all_ranks() -> None:
-    batches = together(sampler_runs()["weighted_generator"])
-    assert batches == per_epoch(weighted(seed=0), 8)  # rank 0's generator
-    expected: list[list[int]] = []
-    for epoch in range(3):
-        torch.manual_seed(epoch)  # the global seed, none here, plus the epoch
-        expected += cut(list(weighted()), 8)
-    assert together(sampler_runs()["weighted"]) == expected
-
-
-def test_a_users_distributed_sampler_is_obeyed() -> None:
-    runs = sampler_runs()
-    assert together(runs["distributed"]) == ddp_order(30, 8, seed=5)
-    assert together(runs["batches_as_sampler"]) == ddp_order(30, 8, seed=5)
-    assert together(runs["distributed_short"]) == ddp_order(21, 8, seed=5)  # its own dataset counts
-    dropping = [replicas(DistributedSampler, r, n=29, drop_last=True) for r in range(2)]
-    assert [sorted(b) for b in together(runs["distributed_drop"])] == of_ranks(*dropping)
-
-
-@pytest.mark.parametrize("name", ["subclass", "subclass_in_batches"])
-def test_a_subclass_of_distributed_sampler_is_pooled(name: str) -> None:
-    expected = of_ranks(replicas(Mirrored, 0), replicas(Mirrored, 1))
-    assert [sorted(b) for b in together(sampler_runs()[name])] == expected
-    assert len({tuple(b) for b in expected}) == len(expected)  # the epochs differ, so `set_epoch` arrived
-
-
-def test_batch_samplers_are_pooled_on_request() -> None:
-    expected = []
-    for epoch in range(3):
-        pairs = Pairs()
-        pairs.set_epoch(epoch)
-        batches = list(pairs)
-        expected += [[i for b in batches[k : k + 2] for i in b] for k in range(0, 7, 2)]
-    assert together(sampler_runs()["pooled"]) == expected
-
-
-def test_without_distributed_sampler_the_ranks_batches_are_pooled() -> None:
-    runs = sampler_runs()
-    assert [sorted(b) for b in together(runs["own_halves"])] == of_ranks(list(range(15)), list(range(15, 30)))
-    assert [sorted(b) for b in together(runs["own_batches"])] == of_ranks(Pairs(), Pairs(first=14), size=None)
-    for name in ("own_halves", "own_batches"):  # samples do cross over to the other rank
-        assert any(i < 14 for b in runs[name][1].seen for i in b)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------

@@ -214,21 +214,6 @@ def test_batches_that_are_not_as_others_were(batch: Any, reason: str) -> None:
     assert split_batch(batch, (7,), None, samples=N) == [batch]
 
 
-@pytest.mark.parametrize("sizes", [(), (3, 3), (7, 0), (8, -1), (3.0, 4.0)])
-def test_sizes_are_checked(sizes: Any) -> None:
-    with pytest.raises(ValueError, match="sum up to samples=7"):
-        split_batch(rows(), sizes, Layout("rows"), samples=N)
-
-
-def test_a_wrong_number_of_pieces_is_noticed() -> None:
-    class Wrong(Splits):
-        def split(self, sizes: list[int]) -> list[Splits]:
-            return [self]
-
-    with pytest.raises(ValueError, match=r"Wrong.split\(sizes\) returned 1 batches for the sizes \(3, 4\)"):
-        split_batch(Wrong([]), (3, 4), Layout("split"), samples=N)
-
-
 # ---- together --------------------------------------------------------------------------------------------------
 
 

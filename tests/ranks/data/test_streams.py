@@ -8,9 +8,6 @@ from multiprocessing import active_children
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.ranks.data.indexed import (
@@ -19,7 +16,6 @@ from tests.ranks.data.indexed import (
     Noting,
     by_name,
     cut,
-    ddp_order,
     fit,
     indexed,
     refusal,
@@ -81,18 +77,6 @@ class Skipping(Noting):
         return -1 if self.current_epoch == 0 and batch_idx == 2 else None
 
 
-class Both(Noting):
-    """Trains on a stream and a map-style loader at once."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.note([i for part in batch for i in part[0].tolist()])
-        return torch.stack([self.loss(part[1:]) for part in batch]).sum()
-
-
-def both(stream: DataLoader, plain: DataLoader) -> CombinedLoader:
-    return CombinedLoader([stream, plain], "min_size")
-
-
 def twice(rank: int, world: int) -> Fit:
     """The first fit stops in the middle of an epoch; the second begins with the next."""
     module = Noting()
@@ -108,7 +92,6 @@ def shared(rank: int, world: int) -> dict[str, Fit]:
         return fit(rank, world, data, strategy={**SHARED, **(strategy or {})},
                    extra=lambda trainer: (trainer.num_training_batches, len(active_children())), **kwargs)
 
-    plain = DataLoader(indexed(24), batch_size=BATCH, num_workers=1, multiprocessing_context="fork")
     return {
         "sized": run(loader(Sized())),
         "unsized": run(loader(Stream())),
@@ -121,7 +104,6 @@ def shared(rank: int, world: int) -> dict[str, Fit]:
         "chosen": run(loader(Stream()), {"global_batch_size": 11}),
         "skip": run(loader(Stream()), module=Skipping()),
         "twice": twice(rank, world),
-        "both": run(both(loader(Stream()), plain), module=Both()),  # type: ignore[arg-type]
     }
 
 
@@ -172,13 +154,6 @@ def test_lightning_knows_the_length_of_sized_streams() -> None:
 
 def test_persistent_workers_end_with_the_fit() -> None:
     assert [run.extra[1] for run in shared_runs()["workers persist"]] == [0, 0]
-
-
-def test_a_stream_and_a_plain_loader_together() -> None:
-    """Without a length Lightning fetches ahead of all loaders, on top of what their workers read ahead."""
-    stream, plain = cut(range(SIZE), 2 * BATCH)[:3] * 3, ddp_order(24, 2 * BATCH)
-    batches = together(shared_runs()["both"])
-    assert [sorted(b) for b in batches] == [sorted(a + b) for a, b in zip(stream, plain, strict=True)]
 
 
 # ---- a stream of its own for every rank --------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,12 +38,6 @@ def test_a_step_takes_the_scenarios_time_real_work_included() -> None:
     # the first backward pass is taken for two forward passes, so the second step makes up for 10 ms
     assert time.sleeps == pytest.approx([wanted[0] - 0.03, wanted[1] - 0.05, *(w - 0.04 for w in wanted[2:])])
     assert throttle.pacer.taken_s == pytest.approx(sum(wanted)) == pytest.approx(throttle.pacer.wanted_s)
-
-
-def test_no_samples_cost_the_fixed_time() -> None:
-    time = Time()
-    work(time, time.throttle(EMULATED, 1), 0, 0, 0.0, 0.0)
-    assert time.sleeps == pytest.approx([0.1 / 0.25])
 
 
 def test_a_slower_backward_pass_is_made_up_for_and_then_expected() -> None:
@@ -113,16 +104,6 @@ def test_a_stall_is_not_hidden() -> None:
         assert pacer.taken_s - pacer.wanted_s == pytest.approx(1000.0 - 0.05)
 
 
-def test_a_late_sleep_is_spread_over_pieces_shorter_than_it() -> None:
-    time = Time(late_s=[0.04])
-    pacer = time.pacer()
-    for wanted_s, spent_s in ((0.08, 0.0), (0.03, 0.0), (0.03, 0.005)):
-        time.now_s += spent_s
-        pacer.pace(wanted_s, spent_s)
-    assert time.sleeps == pytest.approx([0.08, 0.015])
-    assert time.now_s - 100.0 == pytest.approx(0.14)
-
-
 @given(st.floats(0.1, 1.0), st.floats(0.001, 0.5), st.floats(0.0, 0.01))
 def test_real_work_is_stretched_to_the_speed(speed: float, forward_s: float, longer_s: float) -> None:
     time = Time()
@@ -131,19 +112,6 @@ def test_real_work_is_stretched_to_the_speed(speed: float, forward_s: float, lon
     assert sum(time.sleeps) == pytest.approx(3.0 * forward_s * (1.0 / speed - 1.0))
     work(time, throttle, 1, 3, forward_s, 2.0 * forward_s + longer_s)
     assert throttle.pacer.wanted_s == pytest.approx((6.0 * forward_s + longer_s) / speed)
-
-
-def test_ending_twice_or_before_a_step_does_nothing() -> None:
-    time = Time()
-    throttle = time.throttle(EMULATED, 0)
-    throttle.end()
-    throttle.before_backward()
-    throttle.gradient_came()
-    throttle.after_backward()
-    throttle.begin(0, samples=1)
-    throttle.end()
-    throttle.end()
-    assert len(time.sleeps) == 1
 
 
 def test_a_further_batch_of_a_step_ends_the_one_before() -> None:
@@ -193,13 +161,6 @@ def test_a_fault_comes_once_and_also_if_its_step_was_skipped() -> None:
     assert time.sleeps == [9.0, 9.0]
 
 
-def test_kill_is_a_signal_nobody_can_catch_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    Throttle(Scenario().kill(0, 0), 0).begin(0, samples=1)
-    assert sent == [(os.getpid(), signal.SIGKILL)]
-
-
 def test_memory_cap() -> None:
     throttle = Time().throttle(EMULATED.cap(1, 8), 1)
     throttle.begin(1, samples=9)
@@ -210,8 +171,6 @@ def test_memory_cap() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="must be a Scenario"):
-        Throttle({"speeds": [1.0]}, 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="rank=-1"):
         Throttle(EMULATED, -1)
     with pytest.raises(ValueError, match=r"highest speed is 4.*divide all speeds by 4"):

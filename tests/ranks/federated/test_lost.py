@@ -57,7 +57,7 @@ class Loses(Plain):
     def vanish(self) -> None:
         roll: Any = self.trainer.strategy._run.clients._roll  # type: ignore[attr-defined]
         if self.trainer.global_rank:
-            roll.close(bye=False)
+            roll.vanish()
         else:  # the store goes with its process
             roll._store = self.trainer.strategy.members.hosted = None  # type: ignore[attr-defined]
             gc.collect()

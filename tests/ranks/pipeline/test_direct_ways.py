@@ -20,7 +20,6 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression, single, weights
 from tests.ranks.pipeline.kit import SAMPLES, Deep, fit, pipeline
 from tests.ranks.pipeline.models import assert_same
-from tests.ranks.pipeline.variants import Breaks
 
 CPU = torch.device("cpu")
 
@@ -137,20 +136,6 @@ def test_links_with_direct_ways() -> None:
     run_ranks(2, exchange, timeout_s=30.0)
 
 
-def greet(rank: int, world: int) -> list[int]:
-    """All directions of a ring of three at once; the fourth rank only takes part in making the groups."""
-    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-    ways = ways_of(rank, pairs)
-    peers = sorted(ways.by_peer)
-    dist.barrier()
-    ways.close()
-    return peers
-
-
-def test_ways_of_a_ring_are_made_without_a_circle() -> None:
-    assert run_ranks(4, greet) == [[1, 2], [0, 2], [0, 1], []]
-
-
 # ---- in a fit ----------------------------------------------------------------------------------------------------
 
 
@@ -182,22 +167,6 @@ def test_a_fit_over_direct_ways_trains_the_weights_of_one_process(plan: str) -> 
     single(module, regression(SAMPLES), 16, max_epochs=2)
     for found in run_ranks(4, trained, plan, timeout_s=120.0):
         assert found.distance(weights(module)) <= 1e-12
-
-
-def failing(rank: int, world: int) -> str:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        made_direct(monkeypatch, rank)
-        try:
-            fit(rank, world, Breaks(), pipeline("1x2"), max_epochs=2)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "trained"
-
-
-def test_the_cause_of_a_failure_appears_on_every_rank() -> None:
-    found = run_ranks(2, failing, timeout_s=60.0)
-    assert found[0] == "ZeroDivisionError: layer 5 has had enough"
-    assert "rank 0 failed: ZeroDivisionError: layer 5 has had enough" in found[1]
 
 
 def test_which_devices_have_a_way() -> None:

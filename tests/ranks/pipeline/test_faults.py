@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
-from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
+from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.types import GroupPlan
 from tests.ranks.harness import process_context, run_ranks
 from tests.ranks.pipeline import models
 from tests.ranks.pipeline.models import LAYERS, Case, Net, make_runner, plan
 
-CPU = torch.device("cpu")
 SIZES = (2, 1, 3)
 GROUP = plan([((0, 1, 2), (0, 2, 4, LAYERS), SIZES)])[0]
 
@@ -90,12 +87,12 @@ def run(
         for i, part in enumerate(parts)
     ]
     try:
-        runner.train(0, batches) if rank == group.ranks[0] else runner.serve(0, sizes, range(len(sizes)))
+        runner.train(0, batches) if rank == group.ranks[0] else runner.serve(0, sizes)
         end = ""
     except Exception as error:
         end = f"{type(error).__name__}: {error}"
         with pytest.raises(RuntimeError, match="this stage runner has failed: make a new one"):
-            runner.serve(0, [], [])
+            runner.serve(0, [])
     runner.close()
     assert torch.equal(state, torch.get_rng_state()) and torch.is_grad_enabled()
     assert len(closed) == len(set(closed))  # each body that began has ended, once
@@ -217,40 +214,3 @@ def test_a_store_whose_host_is_silent_holds_nobody() -> None:
         assert store.asked == ["check"]  # nobody else, who would wait behind this one
     finally:
         store.woken.set()
-
-
-def test_bad_arguments() -> None:
-    case = Case(models.plain)
-    net = case.net()
-
-    def make(rank: int = 0, wire: Any = None, timeout_s: float = 1.0, **options: Any) -> StageRunner:
-        given: dict[str, Any] = {
-            "group": plan([((0,), (0, LAYERS), (1,))])[0],
-            "cut": BackboneCut(net.backbone),
-            "times": models.times_of(1),
-            "policy": models.per_link,
-        }
-        failures = FailureBoard(dist.HashStore(), 0)
-        settings = RunnerSettings(
-            rank=rank, device=CPU, seed=0, failures=failures, wire=wire, timeout_s=timeout_s
-        )
-        return StageRunner(settings, list(net.backbone), **{**given, **options})
-
-    two = plan([((0, 1), (0, 1, LAYERS), (1,))])[0]
-    for options, error in (
-        ({"rank": 1}, "rank=1 is not of the group"),
-        ({"cut": None}, "the leader, rank 0, needs one"),
-        ({"group": plan([((0,), (0, 3), (1,))])[0]}, f"from 0 to {LAYERS}, the number of layers"),
-        ({"calls": 0}, "calls=0 must be >= 1"),
-        ({"timeout_s": 0.0}, "timeout_s=0.0 must be > 0"),
-        ({"group": two}, "has several ranks: give it a process group"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            make(**options)
-
-    def other(samples: tuple[int, ...], calls: int) -> PipelineTimes:
-        return models.times_of(2)(samples, calls)
-
-    batch = MicroBatch(body=lambda: None, samples=1, weight=1.0, number=0)
-    with pytest.raises(ValueError, match=r"are of devices \(0, 1\).*need devices \(0,\)"):
-        make(times=other).train(0, [batch])

@@ -17,27 +17,22 @@ from lightning_hetero.pipeline.runtime.ownership import gradients as summing
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync, fill_buckets
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.pipeline.runtime.ownership.pruning import prune
 from lightning_hetero.transport.one_round import Sum, start_sum
 from lightning_hetero.types import PipelinePlan
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, plan
+from tests.ranks.pipeline.state_kit import Divided
 
 WORLD = 4
 NOBODY: Any = None  # no group
 
 
-class Rank:
+class Rank(Divided):
     """One rank's part of a model under a plan, and the same model undivided."""
 
     def __init__(self, rank: int, the_plan: PipelinePlan, **kwargs: Any) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        self.model, self.whole = Model(seed=rank), Model(seed=0)
-        self.held = Ownership(self.model, self.model.layers, the_plan, rank=rank)
-        share_initial(self.model, self.held, world)
-        prune(self.model, [], self.held)
-        self.groups = OwnerGroups(world)
+        super().__init__(rank, the_plan, "Adagrad")
+        self.groups = OwnerGroups(self.state.group)
         self.sync = GradientSync(self.model, self.held, groups=self.groups, **kwargs)
         self.group = next((g for g, ranks in enumerate(self.held.groups) if rank in ranks), None)
         self.pairs = list(zip(self.model.parameters(), self.whole.parameters(), strict=True))
@@ -281,19 +276,14 @@ def test_a_model_that_differs_between_ranks_is_refused() -> None:
     run_ranks(2, _different)
 
 
-def test_buckets_are_filled_in_order_per_dtype_and_what_is_late_is_last() -> None:
-    a, b, c = (nn.Parameter(torch.zeros(4)) for _ in range(3))
+def test_buckets_are_filled_in_order_per_dtype_and_few_early_gradients_travel_with_late_ones() -> None:
+    a, b, c = (nn.Parameter(torch.zeros(4)) for _ in range(3))  # 16 bytes each
     half = nn.Parameter(torch.zeros(4).half())
-    buckets = fill_buckets([(a, False), (half, False), (b, False), (c, True)], 32, group=NOBODY)
-    assert [[id(p) for p in bucket.parameters] for bucket in buckets] == [[id(a), id(b)], [id(half)], [id(c)]]
-    assert [bucket.late for bucket in buckets] == [False, False, True]
-
-
-def test_few_early_gradients_travel_with_the_late_ones() -> None:
-    a, b = (nn.Parameter(torch.zeros(4)) for _ in range(2))  # 16 bytes each
-    half = nn.Parameter(torch.zeros(4).half())
-    entries = [(a, False), (half, False), (b, True)]
-    for least_bytes, late in ((16, [False, False, True]), (17, [False, True])):
-        buckets = fill_buckets(entries, 64, group=NOBODY, least_bytes=least_bytes)
-        assert sorted(bucket.late for bucket in buckets) == late, "there is nothing late of half's dtype to travel with"
-    assert {id(p) for p in buckets[0].parameters} == {id(a), id(b)}
+    entries = [(a, False), (half, False), (b, False), (c, True)]
+    for least_bytes, expected in {
+        0: [([a, b], False), ([half], False), ([c], True)],
+        33: [([a, b], True), ([half], False), ([c], True)],  # there is nothing late of half's dtype to travel with
+    }.items():
+        buckets = fill_buckets(entries, 32, group=NOBODY, least_bytes=least_bytes)
+        found = [([id(p) for p in bucket.parameters], bucket.late) for bucket in buckets]
+        assert found == [([id(p) for p in parameters], late) for parameters, late in expected]

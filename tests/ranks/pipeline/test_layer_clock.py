@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.measure import kinds
-from lightning_hetero.pipeline.runtime.execute.stages import Pass, Stage
+from lightning_hetero.pipeline.runtime.execute.messages import Pass
+from lightning_hetero.pipeline.runtime.execute.stages import Stage
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 
 CPU = torch.device("cpu")

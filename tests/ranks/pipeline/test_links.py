@@ -14,9 +14,10 @@ from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, tensors_in, unpack
+from lightning_hetero.pipeline.runtime.execute.messages import Message, Pass, pack, unpack
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
-from lightning_hetero.pipeline.runtime.execute.stages import Pass, Stage
+from lightning_hetero.pipeline.runtime.execute.stages import Stage
+from lightning_hetero.pipeline.runtime.step.tensor_trees import split
 from lightning_hetero.types import Link
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.models import assert_same
@@ -54,17 +55,16 @@ def test_a_message_comes_as_it_was_when_it_was_sent() -> None:
             micro_batch=5,
             value=value,
             requires_grad=(True, False),
-            grad_enabled=True,
-            autocast={"cpu": torch.bfloat16},
+            way=Pass(step=2, number=9, call=1, autocast={"cpu": torch.bfloat16}),
+            step=2,
             samples=7,
-            call=1,
         )
         header, payload = pack(message)
         before = unpack(header, payload.clone())
         assert_same(before.value, value)
-        for name in ("what", "stage", "micro_batch", "requires_grad", "grad_enabled", "autocast", "samples", "call"):
+        for name in ("what", "stage", "micro_batch", "requires_grad", "samples", "way"):
             assert getattr(before, name) == getattr(message, name)
-        for tensor in tensors_in(value):
+        for tensor in split(value)[0]:
             if tensor.numel() and not tensor.is_complex() and tensor.stride()[:2] != (60, 0):
                 tensor.zero_()
         assert_same(unpack(header, payload).value, before.value)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.pipeline.schedules import one_f_one_b
-from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.types import GroupPlan
 from tests.ranks.harness import run_ranks
@@ -105,7 +104,7 @@ def train(case: Case, groups: list[GroupPlan], rank: int, name: str) -> float:
                 assert [result["size"] for result in results] == list(group.micro_batches)
                 assert all(not result["loss"].requires_grad for result in results)
             else:
-                runner.serve(step, group.micro_batches, list(numbers), before_last_backward=arm)
+                runner.serve(step, group.micro_batches, before_last_backward=arm)
             assert len(armed) == 1
         assert torch.equal(before, torch.get_rng_state())
         assert all(p.grad is None for p in others)
@@ -127,62 +126,32 @@ def train(case: Case, groups: list[GroupPlan], rank: int, name: str) -> float:
     return worst
 
 
-def evaluate(groups: list[GroupPlan], rank: int) -> None:
-    """Bodies that call the backbone not at all, once or twice, in turns with training, and what is refused."""
+def at_the_edges(groups: list[GroupPlan], rank: int) -> None:
+    """A step of evaluation that draws, no part in a batch, a loss that is scaled, and what is refused."""
     case = Case(models.plain, dtype=torch.float32)
     group = next((group for group in groups if rank in group.ranks), None)
     if group is None:
         return
     net = case.net()
-    seen: list[tuple[Kind, int, int]] = []
-
-    class Pace:
-        begun = 0
-
-        def began(self) -> None:
-            self.begun += 1
-
-        def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
-            assert elapsed_s >= 0.0 and self.begun == len(seen) + 1
-            seen.append((kind, stage, samples))
-
-    runner = make_runner(case, net, group, rank, "evaluate", pace=Pace())
-    position, size = group.ranks.index(rank), sum(group.micro_batches)
+    runner = make_runner(case, net, group, rank, "edges")
+    leads, size = rank == group.ranks[0], sum(group.micro_batches)
     x = case.batch(0, size)[0]
 
-    def none() -> Any:
-        return x.sum()
-
-    def once() -> Any:
-        y = net.backbone(net.embed(x))
-        assert y.is_inference() == torch.is_inference_mode_enabled() or len(group.ranks) > 1
-        return y, "text"
-
-    def both() -> Any:
+    def body() -> Any:
         with torch.autocast("cpu", torch.bfloat16):
-            return net.backbone(net.backbone(x).relu_())
+            return net.backbone(net.backbone(x).relu_()), "text"
 
-    for training in (False, True):
-        net.train(training)
-        for step, body in enumerate((none, once, both, once)):
-            with (torch.no_grad, torch.inference_mode)[step % 2]():
-                if position == 0:
-                    # Three in flight behind one another, told apart by what they draw.
-                    outputs = runner.evaluate(step, [(number, body) for number in (0, 3, 2)], samples=size)
-                    for number, output in zip((0, 3, 2), outputs, strict=True):
-                        if not training or len(group.ranks) > 1:
-                            with models.seeded_layers(net, step, number):
-                                assert_same(output, body())
-                else:
-                    runner.serve_evaluation(step)
-                    assert not torch.is_grad_enabled()
-    calls = 3 * 2 * (0 + 1 + 2 + 1) if len(group.ranks) > 1 else 0
-    assert seen == [(Kind.FORWARD, position, size)] * calls
-    assert all(p.grad is None for p in net.parameters())
-
-    # No part in a batch; then a batch, for which each computation is paced.
     armed: list[int] = []
-    if position == 0:
+    with torch.no_grad():
+        if leads:  # three in flight behind one another, told apart by what they draw
+            outputs = runner.evaluate(0, [(number, body) for number in (0, 3, 2)], samples=size)
+            for number, output in zip((0, 3, 2), outputs, strict=True) if len(group.ranks) > 1 else ():
+                with models.seeded_layers(net, 0, number):
+                    assert_same(output, body())
+        else:
+            runner.serve_evaluation(0)
+    assert all(p.grad is None for p in net.parameters())
+    if leads:
         assert runner.train(0, [], before_last_backward=lambda: armed.append(0)) == []
         parts = zip(*(part.split(group.micro_batches) for part in case.batch(0, size)), strict=True)
         batches = [
@@ -192,24 +161,19 @@ def evaluate(groups: list[GroupPlan], rank: int) -> None:
         runner.train(0, batches, scale=lambda loss: loss * math.inf)
         assert net.head.weight.grad is not None and not net.head.weight.grad.isfinite().all()
     else:
-        runner.serve(0, [], [], before_last_backward=lambda: armed.append(0))
-        runner.serve(0, group.micro_batches, range(len(group.micro_batches)))
+        runner.serve(0, [], before_last_backward=lambda: armed.append(0))
+        runner.serve(0, group.micro_batches)
     assert armed == [0]
-    kinds = [Kind.FORWARD, Kind.BACKWARD] + ([Kind.HEAD] if position == 0 else [])
-    stages = {Kind.HEAD: len(group.ranks)}
-    wanted = [(kind, stages.get(kind, position), size) for kind in kinds for size in group.micro_batches]
-    assert sorted(seen[calls:]) == sorted(wanted)
-
     with pytest.raises(RuntimeError, match="the leader trains and evaluates, the others serve"):
-        runner.serve_evaluation(0) if position == 0 else runner.evaluate(0, [(0, none)], samples=1)
+        runner.serve_evaluation(0) if leads else runner.evaluate(0, [(0, body)], samples=1)
     runner.close()
     with pytest.raises(RuntimeError, match="is closed"):
-        runner.evaluate(0, [(0, none)], samples=1)
+        runner.evaluate(0, [(0, body)], samples=1)
 
 
 def all_cases(rank: int, world_size: int, groups: list[GroupPlan], names: list[str]) -> dict[str, float]:
     errors = {name: train(CASES[name], groups, rank, name) for name in names}
-    evaluate(groups, rank)
+    at_the_edges(groups, rank)
     return errors
 
 

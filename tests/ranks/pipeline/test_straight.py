@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
@@ -190,11 +191,10 @@ def test_the_first_step_goes_the_way_of_a_pipeline_and_several_calls_always_do()
         assert len(seen) == 2
 
 
-class Pace:
+class Pace(BusyTime):
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[tuple[Kind, int, int]] = []
-
-    def began(self) -> None: ...
 
     def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
         assert elapsed_s > 0.0

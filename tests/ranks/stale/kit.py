@@ -36,7 +36,6 @@ from lightning_hetero.transport.base import (
     Ask,
     Gone,
     Joined,
-    Listener,
     Reply,
     Request,
     Say,
@@ -198,7 +197,7 @@ class Setting:
         self.options = options
         self.trainees: list[Trainee] = []
 
-    def serve_on(self, listener: Listener) -> ParameterServer:
+    def serve_on(self, listener: Any) -> ParameterServer:
         self.server = ParameterServer(
             layout=self.layout, area=self.area, parameters=list(self.model.parameters()), optimizers=self.optimizers,
             listener=listener, coordinator=self.coordinator, **self.options,
@@ -314,7 +313,7 @@ class _ScriptLink(WorkerLink):
         pass
 
 
-class Script(Listener):
+class Script:
     """Runs workers on a virtual clock; no thread ever runs beside another.
 
     Args:
@@ -383,7 +382,7 @@ class Script(Listener):
                 self.now_s = max(self.now_s, wake_s)
                 server.wake(self.now_s)
             else:
-                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.tick}")
+                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.global_step}")
             for rank, reply in sorted(self.replies.items()):
                 del self.replies[rank]
                 self._resume(rank, reply, queue)
@@ -422,9 +421,6 @@ class Script(Listener):
         self.state = data
 
     def dismiss(self, rank: int, reason: str) -> None:
-        raise NotImplementedError
-
-    def wake(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

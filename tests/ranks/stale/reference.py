@@ -102,7 +102,7 @@ def replay_joining(setting: Setting, script: Script, x: Tensor, y: Tensor) -> nn
         for c in updated.contributions:
             base = history[updated.version - 1 - c.staleness]
             base.zero_grad()
-            mse(base, x[positions[c.lease][: c.samples]], y[positions[c.lease][: c.samples]]).backward()
+            mse(base, x[positions[c.assignment][: c.samples]], y[positions[c.assignment][: c.samples]]).backward()
             scale = setting.coordinator.policy.scale(c.staleness, 3) * c.samples / updated.samples
             for p, q in zip(model.parameters(), base.parameters(), strict=True):
                 g = q.grad
@@ -138,7 +138,7 @@ def replay_completing(setting: Setting, script: Script, x: Tensor, y: Tensor) ->
         for c in updated.contributions:
             base = history[version - c.staleness]
             late += c.staleness > 0
-            for i in positions[c.lease][: c.samples]:
+            for i in positions[c.assignment][: c.samples]:
                 base.zero_grad()
                 mse(base, x[i : i + 1], y[i : i + 1]).backward()
                 one = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in base.parameters()]

@@ -1,4 +1,4 @@
-"""Hooks and callbacks of the stale engine's users on ticks that a rank misses; our own callbacks' numbers."""
+"""What the trace, the monitor and the summary of the stale engine tell."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import (
     Callback,
-    LambdaCallback,
-    ThroughputMonitor,
-    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
@@ -22,7 +19,6 @@ from lightning_hetero.cluster import read_events
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, rank_trainer, regression, stale
 from tests.ranks.stale.fits import Late
-from tests.ranks.stale.models import Watched, pair
 
 pytestmark = pytest.mark.ranks
 
@@ -32,167 +28,6 @@ SAMPLES = WORLD * BATCH * TICKS
 
 def loader(batches: int = TICKS) -> DataLoader:
     return DataLoader(regression(WORLD * BATCH * batches), batch_size=BATCH)
-
-
-# ---- hooks never see a batch that is none -------------------------------------------------------------------------
-
-
-class Hooked(Toy):
-    """Fails on a batch that is None; notes the batch indices of its hooks' calls, and the samples that have ended."""
-
-    def __init__(self, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-        self.calls: dict[str, list[int]] = {}
-        self.ended = 0
-
-    def called(self, hook: str, batch: Any, batch_idx: int = -1) -> None:
-        assert batch is not None, f"{hook} without a batch"
-        self.calls.setdefault(hook, []).append(batch_idx)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called("before", batch)
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.called("transfer", batch)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called("after", batch)
-        return batch
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.called("start", batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert outputs is not None or not self.automatic_optimization
-        self.called("end", batch, batch_idx)
-        self.ended += len(batch[0])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.called("step", batch, batch_idx)
-        loss = self.loss(batch)
-        if self.automatic_optimization:
-            return loss
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
-
-
-class Users(Callback):
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        assert batch is not None
-        self.starts.append(batch_idx)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert batch is not None
-        self.ends.append(batch_idx)
-
-
-class Bar(TQDMProgressBar):
-    """Notes where the bar ends each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stood: list[tuple[int, Any]] = []
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.stood.append((self.train_progress_bar.n, self.train_progress_bar.total))
-        super().on_train_epoch_end(trainer, pl_module)
-
-
-def hooks(rank: int, world: int, automatic: bool, who: int) -> dict[str, Any]:
-    module, users, late, bar = Hooked(automatic), Users(), Late(who, "middle", 3), Bar()
-    lambdas: list[bool] = []
-    callbacks = [
-        users,
-        LambdaCallback(on_train_batch_end=lambda t, m, o, batch, i: lambdas.append(batch is not None)),
-        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
-        bar,
-        late,
-    ]
-    trainer = rank_trainer(
-        rank, world, stale(), callbacks=callbacks, max_epochs=EPOCHS, enable_progress_bar=True, log_every_n_steps=1,
-        logger=CSVLogger(f"logs{automatic}{who}"),
-    )  # fmt: skip
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, loader(), loader(2))
-    return {
-        "calls": module.calls, "starts": users.starts, "ends": users.ends, "lambdas": lambdas, "bar": bar.stood,
-        "passed": late.passed, "steps": trainer.global_step, "ended": module.ended,
-        "warned": any("yielded None" in str(w.message) for w in caught),
-        "patched": "on_train_batch_end" in {**vars(users), **vars(module)},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("automatic", "who"), [(True, 0), (True, 1), (False, 1)])
-def test_no_hook_of_the_user_sees_a_missing_batch(automatic: bool, who: int) -> None:
-    ranks = run_ranks(2, hooks, automatic, who)
-    assert ranks[who]["passed"] > 0
-    assert ranks[0]["bar"] == [(TICKS, TICKS)] * EPOCHS  # only rank 0 has one
-    assert sum(one["ended"] for one in ranks) == SAMPLES * EPOCHS  # each once, also of fill-ins and of what was wasted
-    for one in ranks:
-        calls = one["calls"]
-        assert one["starts"] == calls["start"] and one["ends"] == calls["end"]
-        assert len(one["lambdas"]) == len(one["ends"]) and all(one["lambdas"])
-        assert not one["warned"] and not one["patched"]
-        assert one["steps"] == TICKS * EPOCHS
-        assert set(one["ends"]) <= set(one["starts"]) and len(one["ends"]) <= len(one["starts"])
-        # In manual optimization a dummy batch runs where one is passed: the user's code steps by itself.
-        assert len(calls["step"]) >= len(calls["start"])
-        assert len(calls["before"]) == len(calls["after"]) == len(calls["transfer"])
-        assert len(calls["before"]) == len(calls["step"]) + 2 * EPOCHS  # two batches in each validation
-
-
-class Counting(Callback):
-    """Counts batches; looks at none, so it is called for every one of them."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.batches += 1
-
-
-class Looking(Callback):
-    """Looks at batches, so it is called for those that its rank trains."""
-
-    def __init__(self) -> None:
-        self.samples: list[int] = []
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.samples.append(len(batch[0]))
-        assert outputs["loss"] is not None
-
-
-def counting_job(rank: int, world: int) -> tuple[int, list[int]]:
-    counting, looking = Counting(), Looking()
-    trainer = rank_trainer(rank, world, stale(policy="asp"), max_epochs=2, callbacks=[counting, looking])
-    trainer.fit(Watched(rank, slow_s=0.05), pair()[0])
-    return counting.batches, looking.samples
-
-
-def test_hooks_that_look_at_no_batch_are_called_for_every_batch_on_every_rank() -> None:
-    """Or the ranks would not come to save a checkpoint together."""
-    ranks = run_ranks(2, counting_job)
-    assert [batches for batches, _ in ranks] == [2 * 17] * 2
-    assert sum(samples for _, ended in ranks for samples in ended) == 2 * len(pair()[0].dataset)
-    assert len(ranks[1][1]) < 2 * 17  # the slow rank was passed by
 
 
 # ---- what is written and logged -----------------------------------------------------------------------------------

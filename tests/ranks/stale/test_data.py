@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -195,74 +193,6 @@ def test_every_sample_once_per_epoch(name: str, samples: int, steps: int) -> Non
 
 def test_a_subclass_with_required_arguments_is_kept() -> None:
     assert [run.extra for run in kind_runs()["strict"]] == [(True, 7)] * 3
-
-
-# ---- workers fetch ahead ----------------------------------------------------------------------------------------
-
-
-class Whose(Dataset[Any]):
-    """Tells which process fetched a sample, and how its worker was set up."""
-
-    ready = 0
-
-    def __init__(self, samples: int) -> None:
-        self.data = indexed(samples)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return (*self.data[index], os.getpid(), Whose.ready)
-
-
-def set_up(worker: int) -> None:
-    Whose.ready = 5
-
-
-class Asking(Noting):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        *batch, who, ready = batch
-        if self.trainer.strategy.current_samples():  # type: ignore[attr-defined]
-            told = self.noted.extra = self.noted.extra or []
-            told += zip(who.tolist(), ready.tolist(), strict=True)
-        return super().training_step(batch, batch_idx)
-
-
-def ahead(rank: int, world: int) -> list[tuple[Seen, int, int]]:
-    """Returns runs with this process's id and how many worker processes are left after each."""
-    done: list[tuple[Seen, int, int]] = []
-    plans: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {}), (False, {"limit_train_batches": 3})]
-    for keep, options in plans:
-        data = workers(
-            Whose(66), batch_size=3, worker_init_fn=set_up, prefetch_factor=1, persistent_workers=keep, shuffle=True
-        )
-        seen = fit(rank, world, data, module=Asking(), **options)
-        done.append((seen, os.getpid(), len(multiprocessing.active_children())))
-    return done
-
-
-@cache
-def ahead_runs() -> list[list[tuple[Seen, int, int]]]:
-    return run_ranks(2, ahead)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["plain", "persistent", "limited"])
-def test_calm_ranks_get_all_samples_from_their_workers(which: int) -> None:
-    """Hints come true with equal shares, from the first batch on: nothing is fetched in the main process."""
-    runs = [rank[which] for rank in ahead_runs()]
-    batches = 3 if which == 2 else 11
-    assert ticks([seen for seen, *_ in runs]) == [
-        sorted(b) for e in range(3) for b in ddp_order(66, 6)[11 * e : 11 * e + batches]
-    ]
-    for seen, pid, _ in runs:
-        fetched = {who for who, _ in seen.extra}
-        assert pid not in fetched
-        assert len(fetched) == (2 if which == 1 else 6)  # two workers, new ones for each epoch unless persistent
-        assert {ready for _, ready in seen.extra} == {5}
-
-
-def test_no_worker_outlives_the_fit() -> None:
-    assert [[left for *_, left in rank] for rank in ahead_runs()] == [[0, 0, 0]] * 2
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE, FlatLayout
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
-from tests.ranks.transport.in_process import InProcess
+from tests.ranks.transport.in_process import lone_link
 
 NONE = torch.empty(0, dtype=torch.uint8)  # there are no buffers
 WHEN = ("in backward", "in place afterwards", "replaced afterwards", "gone afterwards")
@@ -24,7 +24,7 @@ WHEN = ("in backward", "in place afterwards", "replaced afterwards", "gone after
 def test_what_is_in_the_slot_at_the_push_counts(when: str, compression: Any, overlap: bool) -> None:
     parameters = [Parameter(torch.ones(4, 3)), Parameter(torch.ones(5)), Parameter(torch.ones(2))]
     layout = FlatLayout.of([(str(i), p) for i, p in enumerate(parameters)], compression=compression)
-    link = InProcess(1, layout.slot_bytes, layout.bytes).link(0)
+    link = lone_link(layout.slot_bytes, layout.bytes)
     writer = GradientWriter(link, layout, parameters, torch.device("cpu"), overlap=overlap)
 
     def push() -> list[int]:
@@ -57,7 +57,7 @@ def test_what_is_in_the_slot_at_the_push_counts(when: str, compression: Any, ove
 def test_what_overflows_in_the_slot_is_not_finite() -> None:
     parameter = Parameter(torch.ones(3))
     layout = FlatLayout.of([("p", parameter)], compression="fp16")
-    link = InProcess(1, layout.slot_bytes, layout.bytes).link(0)
+    link = lone_link(layout.slot_bytes, layout.bytes)
     writer = GradientWriter(link, layout, [parameter], torch.device("cpu"), overlap=False)
     for scale, flag in ((6e4, FINITE), (7e4, NONFINITE)):  # float16 ends at 65504, which the first's sum exceeds, too
         (parameter.sum() * scale).backward()

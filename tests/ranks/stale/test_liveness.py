@@ -18,7 +18,6 @@ from lightning_hetero.transport.base import (
     Gone,
     Happened,
     Joined,
-    Listener,
     Reply,
     Request,
     Say,
@@ -27,7 +26,7 @@ from tests.ranks.stale.kit import Setting
 from tests.ranks.stale.reference import mlp, sgd
 
 
-class Board(Listener):
+class Board:
     """A listener that keeps what the server answers."""
 
     def __init__(self) -> None:
@@ -50,8 +49,6 @@ class Board(Listener):
 
     def dismiss(self, rank: int, reason: str) -> None:
         self.dismissed[rank] = reason
-
-    def wake(self) -> None: ...
 
     def close(self) -> None: ...
 

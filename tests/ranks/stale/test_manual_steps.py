@@ -170,7 +170,7 @@ class Ledger:
         add = batch.add_substep
 
         def noting(rank: int, request: Any, *args: Any, **said: Any) -> Any:
-            lease = coordinator.lease(rank, request.lease)
+            lease = coordinator.assignment(rank, request.lease)
             if lease is not None and said.get("counts", True):
                 self._base.update({p: lease.base for start, end in lease.spans for p in range(start, end)})
             return add(rank, request, *args, **said)

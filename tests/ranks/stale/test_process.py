@@ -122,9 +122,7 @@ def test_one_that_does_not_listen_is_ended() -> None:
         ready({})
         threading.Event().wait()
 
-    server = fork_server(deaf, keep=[])
-    assert server.stop(0.05) == -signal.SIGKILL
-
+    assert fork_server(deaf, keep=[]).stop(0.05) == -signal.SIGKILL
     for end in (signal.SIGSTOP, signal.SIGKILL):  # also by the system, e.g. for its memory
         server = fork_server(until_let_go, keep=[])
         os.kill(server.pid, end)

@@ -230,6 +230,14 @@ def test_saps_return_is_asked_for_by_the_version_gap() -> None:
     assert not worker.wants_return(Reply(kind=Say.GRANT, version=5))
 
 
+def test_a_module_on_several_devices_is_refused() -> None:
+    model = mlp()
+    layout = FlatLayout.of(list(model.named_parameters()))
+    model[2].to("meta")
+    with pytest.raises(ValueError, match=r"on cpu and meta: .* on one device"):
+        Worker(Note(layout), layout, list(model.parameters()))
+
+
 @pytest.mark.parametrize("ask", ["epoch", "claim", "push"])
 def test_people_hear_what_the_server_says_whatever_was_asked(ask: str) -> None:
     class Says(Note):

@@ -7,7 +7,6 @@ samples of an epoch are checked: each one is applied once, before or after the r
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,9 +18,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DistributedSampler
 
-from lightning_hetero.predictors import Ewma
-from lightning_hetero.stale.decide.policy import Flexible
-from lightning_hetero.stale.decide.speeds import Speeds
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import quiet_trainer, rank_trainer, single, stale
 from tests.ranks.resume_kit import (
@@ -71,7 +67,6 @@ def train(
     trainer.fit(module, *loaders if isinstance(loaders, tuple) else (loaders,), ckpt_path=ckpt)
     if after is not None:
         trainer.save_checkpoint(f"{after}/after.ckpt")
-        trainer.save_checkpoint(f"{after}/weights.ckpt", weights_only=True)
     return result(module)
 
 
@@ -216,13 +211,6 @@ def test_the_optimizer_in_the_checkpoint_is_the_servers(saved: Path, tmp_path: P
         assert theirs["global_step"] == ours["global_step"] and theirs["epoch"] == ours["epoch"]
 
 
-def test_weights_alone_can_be_saved(saved: Path) -> None:
-    whole, alone = (state_of(saved / "epochs" / f"{name}.ckpt") for name in ("after", "weights"))
-    assert "optimizer_states" not in alone
-    assert whole["state_dict"].keys() == alone["state_dict"].keys()
-    assert all(torch.equal(value, alone["state_dict"][key]) for key, value in whole["state_dict"].items())
-
-
 # ---- each sample once, whatever the timing -------------------------------------------------------------------------
 
 
@@ -257,24 +245,6 @@ def test_samples_applied_out_of_order_are_left_out(saved: Path, tmp_path: Path) 
     ranks = run_ranks(2, rest_job, [str(path)] * 3, policies)
     for i in range(len(policies)):
         check_rest([r[i] for r in ranks], path)
-
-
-def learned_job(rank: int, world: int, path: str) -> int:
-    """The first pushes come when all ranks have claimed."""
-    strategy = stale(policy=Flexible(grace=math.inf), predictor="ewma")
-    return diary(rank, world, strategy, ckpt=path, first_s=0.3).sizes[0]
-
-
-def test_speeds_are_known_at_once_after_a_resume(saved: Path, tmp_path: Path) -> None:
-    state = state_of(saved / "plain" / "batch-1-2.ckpt")
-    assert [rank for rank, _ in state["lightning_hetero"]["server"]["speeds"]["ranks"]] == [0, 1]
-    speeds = Speeds(Ewma())
-    for rank, seconds in ((0, 0.1), (1, 0.3)):
-        for samples in (4, 8, 12):
-            speeds.learn(rank, samples, samples * seconds)
-    state["lightning_hetero"]["server"]["speeds"] = speeds.state_dict()
-    torch.save(state, tmp_path / "learned.ckpt")
-    assert run_ranks(2, learned_job, str(tmp_path / "learned.ckpt")) == [12, 4]
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import (
-    Toy,
     Weights,
     balanced,
     quiet_trainer,
@@ -231,53 +227,3 @@ def ema_job(rank: int, world: int, folder: str) -> list[Weights]:
         trainer.fit(module, pair(1)[0], ckpt_path=ckpt)
         runs.append(weights(module))
     return runs
-
-
-# ---- one Trainer, many uses ----------------------------------------------------------------------------------------
-
-
-def tour_job(rank: int, world: int) -> tuple[list[float], int, Weights, int]:
-    gc.collect()
-    train = DataLoader(regression(), batch_size=12)
-    values, predicted, module, steps = tour(rank_trainer(rank, world, bsp(), max_epochs=2), train)
-    return values, predicted, weights(module), steps
-
-
-def tour(trainer: Trainer, train: DataLoader) -> tuple[list[float], int, LightningModule, int]:
-    module, val = Valued(), DataLoader(regression(64, seed=9), batch_size=8)
-    alone = trainer.validate(module, val, verbose=False)[0]["val"]
-    trainer.fit(module, train, val)
-    values = [alone, trainer.validate(module, val, verbose=False)[0]["val"]]
-    values.append(trainer.test(module, val, verbose=False)[0]["val"])
-    predictions = trainer.predict(module, val)
-    assert predictions is not None
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(module, train, val)
-    return values, sum(len(p) for p in predictions), module, trainer.global_step
-
-
-class Valued(Toy):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
-
-
-def single_tour() -> tuple[list[float], LightningModule, int]:
-    sampler = DistributedSampler(regression(), num_replicas=1, rank=0, seed=0)  # type: ignore[arg-type]
-    train = DataLoader(regression(), batch_size=24, sampler=sampler)
-    values, _, module, steps = tour(quiet_trainer(devices=1, max_epochs=2), train)
-    return values, module, steps
-
-
-def test_one_trainer_fits_validates_tests_predicts_and_fits_again() -> None:
-    values, module, steps = single_tour()
-    for ours, predicted, end, updates in run_ranks(2, tour_job):
-        assert ours == pytest.approx(values, rel=1e-10)
-        assert predicted == 32 and updates == steps
-        assert end.distance(weights(module)) <= EXACT
-
-

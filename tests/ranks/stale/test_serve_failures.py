@@ -76,7 +76,7 @@ def test_the_others_finish_the_epoch_of_a_dead_worker(policy: Policy) -> None:
         met.append(trainee.worker.meet(0))
 
     script = Script(setting, automatic(x, y, mse), body, workers=3, work_s=equal_speed, kill={2: 4.0}).run()
-    applied = [c.lease for u in setting.coordinator.updates for c in u.contributions]
+    applied = [c.assignment for u in setting.coordinator.updates for c in u.contributions]
     positions = {lease: some for t in script.trainees for lease, _, some in t.log}
     assert sorted(p for lease in applied for p in positions[lease]) == list(range(SAMPLES))
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12

@@ -84,7 +84,7 @@ def test_the_state_comes_with_its_parameters_while_others_train(substeps: bool) 
             with torch.no_grad():
                 for p in setting.model.parameters():
                     p.add_(1.0)
-            setting.coordinator.version = version
+            setting.coordinator._dispatch.version = version
             script.publish(version, setting.area)
             return data
 
@@ -123,7 +123,7 @@ def test_counts_come_with_the_answer_that_ends_a_batch() -> None:
         now = worker.measures()
         assert worker.brought is None and trainee.texts == []  # no notice to people
         assert brought.counts.updates == now.counts.updates == len(ENDS)
-        assert brought.counts.samples == now.counts.samples and brought.tick == now.tick
+        assert brought.counts.samples == now.counts.samples and brought.global_step == now.global_step
 
         worker.ask_measures()
         worker.meet(0)

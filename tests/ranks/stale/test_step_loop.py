@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import math
-import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -262,39 +259,3 @@ def test_values_that_not_all_ranks_log_are_an_error_naming_them(where: str, name
     for said in run_ranks(2, differing, where):
         assert "workers meet for different reasons" in said
         assert all(name in said for name in names), said
-
-
-# ---- too stale: said once, with what to do ------------------------------------------------------------------------
-
-
-class Behind(Callback):
-    """All ranks but the first let an update pass in each batch."""
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        if trainer.global_rank:
-            link = trainer.strategy._run.worker.link
-            goal, until_s = link.newest_version() + 1, time.monotonic() + 0.05
-            while link.newest_version() < goal and time.monotonic() < until_s:
-                time.sleep(0.0005)
-
-
-def warned(rank: int, world: int, policy: str) -> tuple[list[str], float]:
-    callbacks = [Behind()] if policy == "asp" else []
-    trainer = rank_trainer(rank, world, stale(policy=policy), max_epochs=3, callbacks=callbacks)
-    stale_part: list[float] = []
-    strategy: Any = trainer.strategy
-    module = Toy()
-    module.on_train_epoch_end = lambda: stale_part.append(strategy.server_metrics()["stale_fraction"])  # type: ignore
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(regression(120), batch_size=4))
-    return [str(w.message) for w in caught if "older parameters" in str(w.message)], stale_part[0]
-
-
-def test_a_quarter_of_stale_samples_is_warned_of_once() -> None:
-    ranks = run_ranks(3, warned, "asp")
-    assert ranks[0][1] > 0.25  # two of three ranks are always behind
-    assert [len(texts) for texts, _ in ranks] == [1, 0, 0]
-    assert "policy='flexible'" in ranks[0][0][0] and "hetero_balanced" in ranks[0][0][0]
-    assert [texts for texts, _ in run_ranks(3, warned, "bsp")] == [[], [], []]
-    assert not math.isnan(ranks[0][1])

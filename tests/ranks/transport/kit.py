@@ -1,4 +1,4 @@
-"""Transports for the conformance suite: a listener here, workers as threads or as real processes.
+"""Transports for the conformance suite: a listener here, workers as real processes.
 
     place.start(0, worker, *args)     worker(link, talk, *args) runs in a thread or a process of its own
     crew.talk.send(...), .recv()      a pipe to it; what it returns or raises comes as its last word
@@ -11,22 +11,20 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from lightning_hetero.transport.base import Arrived, Happened, Listener, Reply, Say, WorkerLink
+from lightning_hetero.transport.base import Arrived, Happened, Reply, Say
 from lightning_hetero.transport.link import connect
-from lightning_hetero.transport.listener import ServerListener
+from lightning_hetero.transport.listener import Listener
 from tests.ranks import harness
-from tests.ranks.transport.in_process import InProcess
 
-KINDS = ("in_process", "shared_memory", "wire")
+KINDS = ("shared_memory", "wire")
 PATIENCE_S = 30.0  # for what must happen; a busy machine takes its time
 
 DONE = Reply(kind=Say.DONE)
@@ -41,9 +39,7 @@ class Crew:
 
     rank: int
     talk: Connection
-    process: Any = None
-    thread: threading.Thread | None = None
-    _kill: Callable[[], None] = field(default=lambda: None)
+    process: Any
 
     def says(self) -> Any:
         """Returns the next thing it said."""
@@ -61,36 +57,26 @@ class Crew:
         return value
 
     def kill(self) -> None:
-        """SIGKILL, or what comes nearest for a thread."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-        self._kill()
+        self.process.kill()
+        self.process.join()
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
     def join(self) -> None:
-        waiting: Any = self.process or self.thread
-        waiting.join(PATIENCE_S)
-        assert not waiting.is_alive()
+        self.process.join(PATIENCE_S)
+        assert not self.process.is_alive()
 
     def end(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process.close()
-        elif self.thread is not None:
-            with contextlib.suppress(OSError):
-                self.talk.send("end")
-            self.thread.join(PATIENCE_S)
-            assert not self.thread.is_alive(), f"the thread of worker {self.rank} hangs"
+        self.kill()
+        self.process.close()
         self.talk.close()
 
 
-def _run(connected: Callable[[], WorkerLink], worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
+def _process(address: str, rank: int, worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
     try:
-        link = connected()
+        link = connect(address, rank, PATIENCE_S)
         try:
             value = worker(link, talk, *args)
         finally:
@@ -99,11 +85,6 @@ def _run(connected: Callable[[], WorkerLink], worker: Worker, talk: Connection, 
     except BaseException as error:
         with contextlib.suppress(OSError):
             talk.send(("raised", repr(error)))
-
-
-def _process(address: str, rank: int, worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    _run(lambda: connect(address, rank, PATIENCE_S), worker, talk, args)
 
 
 def spawn(target: Callable[..., None], *args: Any) -> Any:
@@ -116,26 +97,15 @@ def spawn(target: Callable[..., None], *args: Any) -> Any:
 class Place:
     """A listener with workers of one kind."""
 
-    def __init__(self, kind: str, listener: Listener, address: str, hub: InProcess | None = None) -> None:
+    def __init__(self, kind: str, listener: Listener, address: str) -> None:
         self.kind, self.listener, self.address = kind, listener, address
-        self._hub = hub
         self.crews: list[Crew] = []
-
-    @property
-    def processes(self) -> bool:
-        return self._hub is None
 
     def start(self, rank: int, worker: Worker, *args: Any) -> Crew:
         """Starts a worker, which connects; ``worker(link, talk, *args)`` must be at module level."""
         mine, its = mp.Pipe()
-        if (hub := self._hub) is not None:
-            thread = threading.Thread(target=_run, args=(lambda: hub.link(rank), worker, its, args), daemon=True)
-            crew = Crew(rank, mine, thread=thread, _kill=lambda: hub.kill(rank))
-            thread.start()
-        else:
-            process = spawn(_process, self.address, rank, worker, its, args)
-            its.close()
-            crew = Crew(rank, mine, process=process)
+        crew = Crew(rank, mine, spawn(_process, self.address, rank, worker, its, args))
+        its.close()
         self.crews.append(crew)
         return crew
 
@@ -171,12 +141,8 @@ def open_place(
     kind: str, workers: int = 3, slot_bytes: int = 1 << 16, parameter_bytes: int = 1 << 16
 ) -> Iterator[Place]:
     """Opens a listener for ranks 0..workers-1; ends what is left of them afterwards."""
-    if kind == "in_process":
-        hub = InProcess(workers, slot_bytes, parameter_bytes)
-        place = Place(kind, hub.listener, "", hub)
-    else:
-        listener = make_listener(kind, workers, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
-        place = Place(kind, listener, listener.near_address or listener.far_address)
+    listener = make_listener(kind, workers, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+    place = Place(kind, listener, listener.near_address or listener.far_address)
     try:
         yield place
     finally:
@@ -185,7 +151,7 @@ def open_place(
             crew.end()
 
 
-def make_listener(kind: str, workers: int, **sizes: int) -> ServerListener:
+def make_listener(kind: str, workers: int, **sizes: int) -> Listener:
     """Returns a listener for ranks 0..workers-1, all of this node or all of others."""
     ranks: dict[str, Any] = {"near" if kind == "shared_memory" else "far": range(workers)}
-    return ServerListener(**ranks, **sizes)
+    return Listener(**ranks, **sizes)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.transport import one_round
 from lightning_hetero.transport.one_round import start_gather, start_sum
 from tests.ranks.harness import run_ranks
 
@@ -59,26 +56,6 @@ def rounding(rank: int, world: int) -> Tensor:
 
 def test_all_ranks_add_in_the_order_of_ranks() -> None:
     assert [found.tolist() for found in run_ranks(WORLD, rounding)] == [[0.0] * 4] * WORLD, "1e16 + 1 is 1e16"
-
-
-def ways(rank: int, world: int) -> list[str]:
-    """Which collective is taken for tensors of so many bytes."""
-    group = dist.group.WORLD
-    assert group is not None
-    most = one_round.SMALL_BYTES // (world - 1)
-    taken: list[str] = []
-    reduce, gather = dist.all_reduce, one_round.start_gather
-    with (
-        patch.object(dist, "all_reduce", lambda *a, **k: taken.append("ring") or reduce(*a, **k)),
-        patch.object(one_round, "start_gather", lambda *a: taken.append("one round") or gather(*a)),
-    ):
-        for size in (0, 1, most, most + 1):
-            start_sum(torch.zeros(size, dtype=torch.uint8), group).work.wait()
-    return taken
-
-
-def test_what_is_large_goes_around_the_ring() -> None:
-    assert run_ranks(WORLD, ways) == [["ring", "one round", "one round", "ring"]] * WORLD
 
 
 def rows(rank: int, world: int) -> list[list[float]]:

@@ -21,13 +21,7 @@ from torch import Tensor
 from lightning_hetero.measure.device import Stamp, device_of, is_out_of_memory
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.pipeline.runtime.execute.stage_link import (
-    CLOSED,
-    HEAD_BYTES,
-    STAMP,
-    Job,
-    StageLink,
-)
+from lightning_hetero.pipeline.runtime.execute.stage_link import CLOSED, HEAD_BYTES, STAMP, Job, StageLink
 from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
@@ -49,9 +43,6 @@ class DeviceLink(StageLink):
         self._seen: set[Any] = set()  # kinds of messages
         self._direct: set[Any] = set()  # those that go directly
         self._streams = [given["device"].side_stream() for _ in range(2)]
-        self._posted_count = 0  # messages; counted by the thread that posts
-        self._gone = 0  # of these, out; counted by the other
-        self._out = threading.Condition()
         self._come: SimpleQueue[_Come | str | Exception] = SimpleQueue()
         super().__init__(wire, peer, **given)
         self._receiver = threading.Thread(
@@ -62,14 +53,6 @@ class DeviceLink(StageLink):
     _at_once = False
 
     # ---- out ---------------------------------------------------------------------------------------------------------
-
-    def _all_out(self, timeout_s: float) -> bool:
-        with self._out:
-            return self._out.wait_for(lambda: self._gone == self._posted_count, timeout_s)
-
-    def _put(self, job: Job) -> None:
-        self._posted_count += 1
-        super()._put(job)
 
     def _post(self, message: Message) -> None:
         way, device = self._way, self._device
@@ -107,12 +90,12 @@ class DeviceLink(StageLink):
         """
         if self._way is None:
             return
-        self._hand_over()
-        deadline_s = self._watch.patience.deadline_s()
-        while not self._all_out(LOOK_S):
+        all_out, deadline_s = threading.Event(), self._watch.deadline_s()
+        self._posted.put(all_out)
+        while not all_out.wait(LOOK_S):
             if self._broken is not None:
                 raise self._watch.lost(self.peer, self._broken)
-            self._watch.patience.look(self.peer, deadline_s, "took nothing")
+            self._watch.look(self.peer, deadline_s, "took nothing")
         self._direct |= self._seen
 
     def _send_on(self) -> None:
@@ -128,9 +111,6 @@ class DeviceLink(StageLink):
         else:
             job.works.extend(self._begun(job.parts))
             super()._let_out(job)
-        with self._out:
-            self._gone += 1
-            self._out.notify_all()
 
     def _announce(self, job: Job) -> None:
         """Says that a payload comes over the direct way, and waits until there is room."""
@@ -138,15 +118,16 @@ class DeviceLink(StageLink):
         super()._let_out(job)
         self._begun_to_receive(torch.empty(1, dtype=torch.uint8), _TAG_CLEAR).wait(FOREVER)
 
-    def _said(self, error: RuntimeError) -> str | Exception:
-        return error if is_out_of_memory(error) else first_line(error)
-
     # ---- in ----------------------------------------------------------------------------------------------------------
 
     def receive(self) -> Message:
-        deadline_s = self._watch.patience.deadline_s()
-        while (came := self._taken(LOOK_S)) is None:
-            self._watch.patience.look(self.peer, deadline_s, "sent nothing")
+        deadline_s = self._watch.deadline_s()
+        came = None
+        while came is None:
+            try:
+                came = self._come.get(timeout=LOOK_S)
+            except Empty:
+                self._watch.look(self.peer, deadline_s, "sent nothing")
         if not isinstance(came, tuple):
             raise self._watch.lost(self.peer, came)
         header, payload, arrived = came
@@ -154,12 +135,6 @@ class DeviceLink(StageLink):
             arrived.hold()
         self._device.keep_for_stream(payload)
         return unpack(header, payload)
-
-    def _taken(self, timeout_s: float) -> _Come | str | Exception | None:
-        try:
-            return self._come.get(timeout=timeout_s)
-        except Empty:
-            return None
 
     def _lost(self, error: RuntimeError) -> Exception:
         return error

@@ -33,11 +33,12 @@ from torch import distributed as dist
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.decide.links import RankDevice
+from lightning_hetero.pipeline.runtime.execute.watch import close_connections
 from lightning_hetero.transport.groups import make_group
 from lightning_hetero.transport.sockets import FOREVER
 
 _HOST_BACKENDS = {"", "gloo", "mpi"}
-_TAG, _TAG_OF_THE_END = 0x9A58, 0x9A59
+_TAG = 0x9A58
 
 
 def rank_device(device: torch.device, backend: str | None) -> RankDevice:
@@ -69,16 +70,9 @@ class DirectWay:
     """
 
     def __init__(
-        self,
-        there: dist.ProcessGroup,
-        back: dist.ProcessGroup,
-        rank: int,
-        peer: int,
-        device: torch.device,
-        turn: threading.Lock,
+        self, there: Any, back: Any, rank: int, peer: int, device: torch.device, turn: threading.Lock
     ) -> None:
-        self._there: Any = there  # torch's stubs do not know of send and recv
-        self._back: Any = back
+        self._there, self._back = there, back
         self._to, self._from = dist.get_group_rank(there, peer), dist.get_group_rank(back, peer)
         self._device, self._turn, self._is_first = device_of(device), turn, rank < peer
         # NCCL's operations end on the device; gloo's only when they are waited for.
@@ -129,13 +123,9 @@ class DirectWay:
 
     def abort(self) -> None:
         """Ends what is under way, on the device too; the way is of no use afterwards."""
-        for group, peer in ((self._there, self._to), (self._back, self._from)):
+        for group in (self._there, self._back):
             with contextlib.suppress(RuntimeError):  # it may have been aborted, or never begun
-                if self._on_device:
-                    group.abort()
-                else:  # gloo closes its connections when any of its waits times out
-                    end = torch.empty(1, dtype=torch.uint8)
-                    group.recv([end], peer, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+                group.abort() if self._on_device else close_connections(group)
 
 
 class DirectWays:
@@ -152,14 +142,9 @@ class DirectWays:
     """
 
     def __init__(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        *,
-        rank: int,
-        backend: str,
-        timeout: timedelta | None,
+        self, pairs: Sequence[tuple[int, int]], *, rank: int, backend: str, timeout: timedelta | None,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._rank, self._backend, self._timeout, self._device = rank, backend, timeout, device
         self._groups: dict[tuple[int, int], Any] = {}
         self._turn = threading.Lock()
@@ -174,18 +159,15 @@ class DirectWays:
         for peer in [b for a, b in pairs if a == self._rank]:
             there, back = self._groups[self._rank, peer], self._groups[peer, self._rank]
             self.by_peer[peer] = DirectWay(there, back, self._rank, peer, self._device, self._turn)
+        # A greeting makes a communicator, which takes both ends: one after the other, in one order, never in a circle.
         with device_of(self._device).current():
-            self._greet(pairs, self._rank)
-
-    def _greet(self, pairs: Sequence[tuple[int, int]], rank: int) -> None:
-        """Makes the communicators, which takes both ends, one after the other in one order: never in a circle."""
-        for a, b in pairs:
-            if rank == a:
-                greeting = torch.zeros(1, dtype=torch.uint8, device=self._device)
-                device_of(self._device).stamp().wait()
-                self.by_peer[b].send(greeting)
-            elif rank == b:
-                self.by_peer[a].receive(1)
+            for a, b in pairs:
+                if self._rank == a:
+                    greeting = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                    device_of(self._device).stamp().wait()
+                    self.by_peer[b].send(greeting)
+                elif self._rank == b:
+                    self.by_peer[a].receive(1)
 
     def close(self) -> None:
         """Destroys the groups; not after a failure, when peers may be gone."""

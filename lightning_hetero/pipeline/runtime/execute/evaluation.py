@@ -13,11 +13,9 @@ from typing import Any
 
 from lightning_hetero.pipeline.decide.schedule import Kind, What
 from lightning_hetero.pipeline.runtime.execute.execution import LocalStage, pass_of
-from lightning_hetero.pipeline.runtime.execute.messages import Message
-from lightning_hetero.pipeline.runtime.execute.stages import Pass
-from lightning_hetero.pipeline.runtime.execute.work import began, paced
+from lightning_hetero.pipeline.runtime.execute.messages import Message, Pass
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall
-from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 
 _Bodies = Iterable[tuple[int, Callable[[], Any]]]
@@ -34,20 +32,21 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        local: LocalStage,
-        *,
-        step: int,
-        samples: int = 0,
+        self, local: LocalStage, *, step: int, samples: int = 0,
         within: Callable[[int], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._local, self._step, self._samples, self._within = local, step, samples, within
         stages = len(local.ranks)
         self._before, self._behind = (local.position - 1) % stages, (local.position + 1) % stages
 
-    def alone(self, bodies: _Bodies, *, carrier: Carrier, seed: int) -> list[Any]:
+    def alone(self, bodies: _Bodies, *, seed: int) -> list[Any]:
         """Runs the steps of a group of one rank; returns what they returned."""
-        return [self._started(number, body, carrier, seed)[1].value for number, body in bodies]
+        results: list[Any] = []
+        for number, body in bodies:
+            seed_streams(stream_seed(seed, self._step, number))
+            with self._within(number):
+                results.append(body())
+        return results
 
     def lead(self, bodies: _Bodies, *, carrier: Carrier, seed: int) -> list[Any]:
         """Runs the steps inside the cut; returns what they returned.
@@ -82,8 +81,8 @@ class Evaluation:
         """Takes what comes through this rank's layers, until the leader says that all is done."""
         local = self._local
         while (message := local.receive_evaluation(self._before, self._step)).what is not None:
-            way = pass_of(message, step=self._step, number=message.micro_batch)
-            self._forward(local.position, message.value, message.requires_grad, way, message.samples)
+            assert message.way is not None
+            self._forward(local.position, message.value, message.requires_grad, message.way, message.samples)
         if self._behind != 0:
             local.send(self._behind, message)
 
@@ -100,23 +99,15 @@ class Evaluation:
                 "the backbone was called with gradients enabled in an evaluation step, where none come back: call it"
                 " under torch.no_grad()"
             )
-        way = Pass(
-            step=self._step,
-            number=number,
-            call=call.number,
-            grad_enabled=False,
-            autocast=call.autocast,
-            route=call.route,
-        )
+        way = pass_of(call, step=self._step, number=number)
         self._forward(0, call.value, [False] * len(call.inputs), way, self._samples)
 
     def _forward(self, stage: int, value: Any, flags: Sequence[bool], way: Pass, samples: int) -> None:
         """Takes a batch through this rank's layers, and sends the outputs."""
-        start_s = began(self._local.pace)
+        start_s = self._local.pace.began()
         outputs, _ = self._local.stage.forward(value, flags, way)
-        paced(self._local.pace, Kind.FORWARD, stage, samples, start_s)
-        fields = {"value": outputs, "autocast": way.autocast, "call": way.call, "route": way.route.text}
-        self._local.send(self._behind, self._message(stage + 1, way.number, samples, **fields))
+        self._local.pace.ended(Kind.FORWARD, stage, samples, start_s)
+        self._local.send(self._behind, self._message(stage + 1, way.number, samples, value=outputs, way=way))
 
     def _message(self, stage: int, number: int, samples: int, **fields: Any) -> Message:
         return Message(

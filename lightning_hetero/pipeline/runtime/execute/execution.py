@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.pipeline.decide.schedule import Kind, Operation, Schedule, What
-from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.messages import Message, Pass
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
-from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
-from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
+from lightning_hetero.pipeline.runtime.execute.stages import Flight, Stage
+from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch, wrong_count
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
-from lightning_hetero.pipeline.runtime.step.layer_calls.route import route_of
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
@@ -33,19 +33,18 @@ class LocalStage:
         ranks: of the group, in the order of stages.
         position: this rank's.
         stage: its layers.
-        links: to its neighbours; None in a group of one.
-        pace: see `Pace`.
+        links: to its neighbours.
+        pace: of this rank.
     """
 
     ranks: tuple[int, ...]
     position: int
     stage: Stage
-    links: StageLinks | None
-    pace: Pace | None
+    links: StageLinks
+    pace: BusyTime
 
     def send(self, position: int, message: Message) -> None:
         """Posts a message to another stage's rank."""
-        assert self.links is not None
         self.links.send(self.ranks[position], message)
 
     def receive(self, position: int, due: Message) -> Message:
@@ -54,7 +53,6 @@ class LocalStage:
         Raises:
             RuntimeError: another one came; or as `StageLinks.receive`.
         """
-        assert self.links is not None
         message = self.links.receive(self.ranks[position])
         if message.place != due.place:
             raise RuntimeError(
@@ -69,7 +67,6 @@ class LocalStage:
         Raises:
             RuntimeError: as `receive`.
         """
-        assert self.links is not None
         message = self.links.receive(self.ranks[position])
         if message.micro_batches or message.step != step:
             raise RuntimeError(
@@ -86,25 +83,16 @@ class Execution:
         local: of this rank.
         schedule: of the group.
         step: global step, of the random streams.
-        samples, numbers: of the micro-batches.
+        samples: of each micro-batch.
         before_last_backward: called before the last backward through this rank's layers.
     """
 
     def __init__(
-        self,
-        local: LocalStage,
-        schedule: Schedule,
-        *,
-        step: int,
-        samples: Sequence[int],
-        numbers: Sequence[int],
+        self, local: LocalStage, schedule: Schedule, *, step: int, samples: Sequence[int],
         before_last_backward: Callable[[], None] | None,
-    ) -> None:
-        self._local = local
-        self._schedule = schedule
-        self._step = step
-        self._samples = samples
-        self._numbers = numbers
+    ) -> None:  # fmt: skip
+        self._local, self._schedule = local, schedule
+        self._step, self._samples = step, samples
         self._before_last_backward = before_last_backward
         self._devices = (*schedule.devices, schedule.devices[0])
         self._flights: dict[tuple[int, int], Flight] = {}  # by stage and micro-batch, as all below
@@ -124,9 +112,9 @@ class Execution:
             elif op.kind is Kind.RECEIVE:
                 self._receive(op)
             else:
-                start_s = began(self._local.pace)
+                start_s = self._local.pace.began()
                 compute[op.kind](op.stage, op.micro_batch)
-                paced(self._local.pace, op.kind, op.stage, self._samples[op.micro_batch], start_s)
+                self._local.pace.ended(op.kind, op.stage, self._samples[op.micro_batch], start_s)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -145,14 +133,9 @@ class Execution:
 
     def _message(self, what: What, stage: int, m: int, **fields: Any) -> Message:
         return Message(
-            what=what,
-            stage=stage,
-            micro_batch=m,
-            micro_batches=len(self._samples),
-            step=self._step,
-            samples=self._samples[m],
-            **fields,
-        )
+            what=what, stage=stage, micro_batch=m, micro_batches=len(self._samples), step=self._step,
+            samples=self._samples[m], **fields,
+        )  # fmt: skip
 
     def _wants_gradient(self, stage: int, m: int) -> bool:
         return any(self._flights[stage, m].output_flags)
@@ -174,24 +157,15 @@ class Execution:
 
     def _forward(self, stage: int, m: int) -> None:
         message = self._inbox.pop((What.ACTIVATION, stage, m))
-        assert message is not None
-        way = pass_of(message, step=self._step, number=self._numbers[m])
-        self._through(stage, m, message.value, message.requires_grad, way)
+        assert message is not None and message.way is not None
+        self._through(stage, m, message.value, message.requires_grad, message.way)
 
     def _through(self, stage: int, m: int, value: Any, flags: Sequence[bool], way: Pass) -> None:
         """Takes a micro-batch through this rank's layers, and leaves the outputs for the next stage."""
         outputs, flight = self._local.stage.forward(value, flags, way)
         self._flights[stage, m] = flight
         message = self._message(
-            What.ACTIVATION,
-            stage + 1,
-            m,
-            value=outputs,
-            requires_grad=flight.output_flags,
-            grad_enabled=way.grad_enabled,
-            autocast=way.autocast,
-            call=way.call,
-            route=way.route.text,
+            What.ACTIVATION, stage + 1, m, value=outputs, requires_grad=flight.output_flags, way=way
         )
         self._hand_over(What.ACTIVATION, stage, stage + 1, m, message)
 
@@ -216,12 +190,14 @@ class _Body:
     """One micro-batch's training step.
 
     Attributes:
+        micro_batch: as given.
         step: suspended or ended.
         calls: of the backbone, so far.
         flags: by call, which tensors of its outputs require a gradient.
         retain: by call, whether its backward must keep the graph.
     """
 
+    micro_batch: MicroBatch
     step: ResumableStep
     calls: list[BackboneCall] = field(default_factory=list)
     flags: list[tuple[bool, ...]] = field(default_factory=list)
@@ -243,52 +219,34 @@ class LeaderExecution(Execution):
     """
 
     def __init__(
-        self,
-        local: LocalStage,
-        schedule: Schedule,
-        work: LeaderWork,
-        *,
-        carrier: Carrier,
-        calls: int,
+        self, local: LocalStage, schedule: Schedule, work: LeaderWork, *, carrier: Carrier, calls: int
     ) -> None:
+        samples = [micro_batch.samples for micro_batch in work.micro_batches]
         super().__init__(
-            local,
-            schedule,
-            step=work.step,
-            samples=[micro_batch.samples for micro_batch in work.micro_batches],
-            numbers=[micro_batch.number for micro_batch in work.micro_batches],
-            before_last_backward=work.before_last_backward,
+            local, schedule, step=work.step, samples=samples, before_last_backward=work.before_last_backward
         )
-        self._work = work
-        self._carrier = carrier
-        self._calls = calls
+        self._work, self._carrier, self._calls = work, carrier, calls
         self._bodies: dict[int, _Body] = {}
         self.results: list[Any] = [None] * len(work.micro_batches)
 
     def _forward(self, stage: int, m: int) -> None:
-        outcome = self._advance(stage, m)
-        k = stage // len(self._local.ranks)
+        outcome, number = self._advance(stage, m), self._work.micro_batches[m].number
         if not isinstance(outcome, Suspended):
-            raise RuntimeError(wrong_count(self._numbers[m], str(k), expected=self._calls))
+            found = str(stage // len(self._local.ranks))
+            raise RuntimeError(wrong_count(number, found, expected=self._calls))
         call: BackboneCall = outcome.value
         self._bodies[m].calls.append(call)
-        way = Pass(
-            step=self._step,
-            number=self._numbers[m],
-            call=k,
-            grad_enabled=call.grad_enabled,
-            autocast=call.autocast,
-            route=call.route,
-        )
+        way = pass_of(call, step=self._step, number=number)
         self._through(stage, m, call.value, [tensor.requires_grad for tensor in call.inputs], way)
 
     def _advance(self, stage: int, m: int) -> Suspended | Done:
         """Starts the training step, or resumes it with what the stage before this one left."""
         if stage == 0:
-            seed = self._work.body_seed(self._numbers[m])
-            body = ResumableStep(self._work.micro_batches[m].body, carrier=self._carrier, seed=seed)
-            self._bodies[m] = _Body(body)
-            return body.start()
+            micro_batch = self._work.micro_batches[m]
+            seed = self._work.body_seed(micro_batch.number)
+            step = ResumableStep(micro_batch.body, carrier=self._carrier, seed=seed)
+            self._bodies[m] = _Body(micro_batch, step)
+            return step.start()
         message = self._inbox.pop((What.ACTIVATION, stage, m))
         assert message is not None
         body, flags = self._bodies[m], message.requires_grad
@@ -296,12 +254,11 @@ class LeaderExecution(Execution):
         return body.step.resume(body.calls[-1].reply(message.value, flags))
 
     def _head(self, stage: int, m: int) -> None:
-        outcome = self._advance(stage, m)
+        outcome, body = self._advance(stage, m), self._bodies[m]
         if not isinstance(outcome, Done):
             found = f"at least {self._calls + 1}"
-            raise RuntimeError(wrong_count(self._numbers[m], found, expected=self._calls))
-        body = self._bodies[m]
-        loss = weighted_loss(outcome.value, self._work.micro_batches[m].weight, self._work.scale)
+            raise RuntimeError(wrong_count(body.micro_batch.number, found, expected=self._calls))
+        loss = weighted_loss(outcome.value, body.micro_batch.weight, self._work.scale)
         retain, *body.retain = graphs_to_retain(loss, body.calls)
         body.retain.reverse()  # they go back from the last call to the first
         self.results[m] = detached(outcome.value)
@@ -328,13 +285,9 @@ class LeaderExecution(Execution):
         self._hand_gradients_back(stage, m, flags, grads)
 
 
-def pass_of(message: Message, *, step: int, number: int) -> Pass:
-    """Returns under which circumstances an activation goes through the layers."""
+def pass_of(call: BackboneCall, *, step: int, number: int) -> Pass:
+    """Returns under which circumstances the layers are run for a call of the backbone."""
     return Pass(
-        step=step,
-        number=number,
-        call=message.call,
-        grad_enabled=message.grad_enabled,
-        autocast=message.autocast,
-        route=route_of(message.route),
-    )
+        step=step, number=number, call=call.number, grad_enabled=call.grad_enabled, autocast=call.autocast,
+        route=call.route,
+    )  # fmt: skip

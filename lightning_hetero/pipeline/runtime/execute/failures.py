@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from lightning_hetero.transport.one_round import Waited
+from lightning_hetero.transport.aside import Aside
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ class FailureBoard:
         if (error := self._reported()) is not None:
             raise error
 
-    def wait(self, work: Waited, *, polled: bool = False) -> None:
+    def wait(self, work: dist.Work, *, polled: bool = False) -> None:
         """Waits for a collective, with a look here once a second.
 
         Args:
@@ -108,25 +107,16 @@ class FailureBoard:
         Raises:
             RuntimeError: as `wait`.
         """
-        errors: list[RuntimeError] = []
-
-        def run() -> None:
-            try:
-                work.wait(FOREVER)
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="pipeline-wait", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_CHECK_S)
-            if thread.is_alive():
-                self.check()
-        if errors:
+        aside = Aside(lambda: work.wait(FOREVER), "pipeline-wait")
+        while not aside.ends_within(_CHECK_S):
             self.check()
-            raise errors[0]
+        try:
+            aside.result()
+        except RuntimeError:
+            self.check()
+            raise
 
-    def _poll(self, work: Waited) -> None:
+    def _poll(self, work: dist.Work) -> None:
         look_s = time.monotonic() + _CHECK_S
         while not work.is_completed():
             time.sleep(_ASK_S)
@@ -248,32 +238,18 @@ class FailureBoard:
         Raises:
             RuntimeError: the host is gone, or silent for ``answer_s``.
         """
-        answers: list[T] = []
-        errors: list[Exception] = []
         store = self._store
         if store is None:
             raise RuntimeError("this rank has left")
-
-        def run() -> None:
-            try:
-                answers.append(question(store))
-            except Exception as error:
-                errors.append(error)
-
         if not self._silent_s:
-            thread = threading.Thread(target=run, name="pipeline-failures", daemon=True)
-            thread.start()
-            thread.join(answer_s)
-            if not (answers or errors):
-                self._silent_s = answer_s
-        if self._silent_s:
-            raise _SilentError(
-                f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or"
-                " this rank is cut off from the network"
-            )
-        if errors:
-            raise errors[0]
-        return answers[0]
+            aside = Aside(lambda: question(store), "pipeline-failures")
+            if aside.ends_within(answer_s):
+                return aside.result()
+            self._silent_s = answer_s
+        raise _SilentError(
+            f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or"
+            " this rank is cut off from the network"
+        )
 
 
 class _SilentError(RuntimeError):

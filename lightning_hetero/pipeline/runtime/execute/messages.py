@@ -1,6 +1,6 @@
 """What travels between the stages of a pipeline, and as which bytes (layer T).
 
-    header: its place in the step, binary; its form in JSON: what it is, and how its tensors lie in the payload
+    header: its place in the step, binary; its form, pickled: what it is, and how its tensors lie in the payload
     payload: the tensors' bytes one after another, each beginning at a multiple of 64
 
 A pipeline sends messages of few forms again and again: each is written and read once, and remembered.
@@ -11,11 +11,10 @@ gradient in place, does not change what is on its way.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,18 +22,41 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.pipeline.decide.schedule import What
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route, route_of
+from lightning_hetero.transport.objects import from_bytes, to_bytes
 
 _ALIGNMENT = 64
 _FORMS = 256  # remembered, on either side
 _NESTED = "nested"
-_PLACE = struct.Struct("<6q")  # stage, micro-batch, micro-batches, step, samples, call
+_PLACE = struct.Struct("<7q")  # stage, micro-batch, micro-batches, step, samples, number and call of the pass
 # Of a tensor: dtype, shape, order of its dimensions.
 _Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
-# What messages have in common that differ in place and values only: what, nest, tensors, requires_grad, grad_enabled,
-# autocast, route.
+# What messages have in common that differ in place and values only: what, nest, tensors, requires_grad; of the pass
+# grad_enabled, autocast, route.
 _Form = tuple[
     str | None, Any, tuple[_Spec, ...], tuple[bool, ...], bool, tuple[tuple[str, torch.dtype], ...], str
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Under which circumstances a micro-batch goes through the layers; the same on all stages.
+
+    Attributes:
+        step: number of the training step; with the next two, of the random streams.
+        number: of the micro-batch in the global batch.
+        call: number of the backbone's call in its step.
+        grad_enabled: False if the backbone was called under ``no_grad``: forward only.
+        autocast: dtype by type of device for which autocast is enabled at the call.
+        route: how the layers are called.
+    """
+
+    step: int
+    number: int
+    call: int = 0
+    grad_enabled: bool = True
+    autocast: Mapping[str, torch.dtype]
+    route: Route = PLAIN
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen, which doubles what making one takes
@@ -47,14 +69,11 @@ class Message:
         micro_batch: from 0, in the group's order.
         micro_batches: their number; 0 in evaluation.
         step: in which it is sent.
+        samples: in the micro-batch.
         value: a tensor or a (nested) tuple of tensors. Of a gradient: a flat tuple, one for each tensor of the
             activation, None where there is none.
         requires_grad: of an activation, by tensor: whether a gradient is wanted back. None wanted: none is sent.
-        grad_enabled: of an activation: False if the backbone was called under ``no_grad``.
-        autocast: of an activation: dtype of autocast at the backbone's call, by type of device.
-        samples: in the micro-batch.
-        call: of an activation: number of the backbone's call in its step.
-        route: of an activation: how the layers are called, see `Route`.
+        way: of an activation, how it goes through the layers.
     """
 
     what: What | None
@@ -62,13 +81,10 @@ class Message:
     micro_batch: int = 0
     micro_batches: int = 0
     step: int = 0
+    samples: int = 0
     value: Any = None
     requires_grad: tuple[bool, ...] = ()
-    grad_enabled: bool = False
-    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    samples: int = 0
-    call: int = 0
-    route: str = ""
+    way: Pass | None = None
 
     def __str__(self) -> str:
         if self.what is None:
@@ -87,11 +103,7 @@ class Message:
         return self.samples, self.micro_batches > 0
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors of a nested tuple, in order."""
-    if isinstance(value, tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return [value] if isinstance(value, Tensor) else []
+_NO_PASS = Pass(step=0, number=0, autocast={})
 
 
 # ---- to bytes --------------------------------------------------------------------------------------------------
@@ -111,12 +123,10 @@ def pack(message: Message, *, front_bytes: int = 0) -> tuple[bytes, Tensor]:
     nest = _nest(message.value, tensors)
     dense = [_dense(tensor) for tensor in tensors]
     specs = tuple([(tensor.dtype, tuple(tensor.shape), order) for tensor, order in dense])
-    what = message.what.value if message.what is not None else None
-    autocast = tuple(message.autocast.items())
-    text, starts, size = _written(
-        (what, nest, specs, message.requires_grad, message.grad_enabled, autocast, message.route)
-    )
-    header = _PLACE.pack(*message.place[1:], message.call) + text
+    what, way = message.what.value if message.what is not None else None, message.way or _NO_PASS
+    form = what, nest, specs, message.requires_grad, way.grad_enabled, tuple(way.autocast.items()), way.route.text
+    text, starts, size = _written(form)
+    header = _PLACE.pack(*message.place[1:], way.number, way.call) + text
     device = tensors[0].device if tensors else "cpu"
     payload = torch.empty(front_bytes + size, dtype=torch.uint8, device=device)
     for (tensor, _), (dtype, shape, _), start in zip(dense, specs, starts, strict=True):
@@ -126,7 +136,7 @@ def pack(message: Message, *, front_bytes: int = 0) -> tuple[bytes, Tensor]:
 
 def unpack(header: bytes, payload: Tensor) -> Message:
     """Returns the message; its tensors are parts of ``payload``."""
-    stage, micro_batch, micro_batches, step, samples, call = _PLACE.unpack_from(header)
+    stage, micro_batch, micro_batches, step, samples, number, call = _PLACE.unpack_from(header)
     (what, nest, specs, requires_grad, grad_enabled, autocast, route), starts = _read(header[_PLACE.size :])
     tensors: list[Tensor] = []
     for (dtype, shape, order), start in zip(specs, starts, strict=True):
@@ -134,58 +144,27 @@ def unpack(header: bytes, payload: Tensor) -> Message:
         if order is not None:
             tensor = tensor.permute([order.index(i) for i in range(len(order))])
         tensors.append(tensor)
-    return Message(
-        what=What(what) if what is not None else None,
-        stage=stage,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        step=step,
-        value=_unnest(nest, tensors),
-        requires_grad=requires_grad,
-        grad_enabled=grad_enabled,
-        autocast=dict(autocast),
-        samples=samples,
-        call=call,
-        route=route,
+    way = Pass(
+        step=step, number=number, call=call, grad_enabled=grad_enabled, autocast=dict(autocast), route=route_of(route)
     )
+    return Message(
+        what=What(what) if what is not None else None, stage=stage, micro_batch=micro_batch,
+        micro_batches=micro_batches, step=step, samples=samples, value=_unnest(nest, tensors),
+        requires_grad=requires_grad, way=way,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=_FORMS)
 def _written(form: _Form) -> tuple[bytes, tuple[int, ...], int]:
-    """Returns the form in JSON, where each tensor begins in the payload, and the payload's size [bytes]."""
-    what, nest, specs, requires_grad, grad_enabled, autocast, route = form
-    starts, size = _layout(specs)
-    fields = {
-        "what": what,
-        "nest": nest,
-        "tensors": [[_name(dtype), shape, order] for dtype, shape, order in specs],
-        "requires_grad": [int(flag) for flag in requires_grad],
-        "grad_enabled": bool(grad_enabled),
-        "autocast": {kind: _name(dtype) for kind, dtype in autocast},
-        "route": route,
-    }
-    return json.dumps(fields, separators=(",", ":")).encode(), starts, size
+    """Returns the form as bytes, where each tensor begins in the payload, and the payload's size [bytes]."""
+    return to_bytes(form), *_layout(form[2])
 
 
 @lru_cache(maxsize=_FORMS)
 def _read(text: bytes) -> tuple[_Form, tuple[int, ...]]:
     """Returns the form, and where each tensor begins in the payload."""
-    fields = json.loads(text)
-    specs = [(getattr(torch, name), _tuples(shape), _tuples(order)) for name, shape, order in fields["tensors"]]
-    form = (
-        fields["what"],
-        _tuples(fields["nest"]),
-        tuple(specs),
-        tuple(map(bool, fields["requires_grad"])),
-        fields["grad_enabled"],
-        tuple([(kind, getattr(torch, name)) for kind, name in fields["autocast"].items()]),
-        fields["route"],
-    )
-    return form, _layout(specs)[0]
-
-
-def _tuples(nest: Any) -> Any:
-    return tuple([_tuples(item) for item in nest]) if isinstance(nest, list) else nest
+    form: _Form = from_bytes(text)
+    return form, _layout(form[2])[0]
 
 
 def _nest(value: Any, tensors: list[Tensor]) -> Any:
@@ -245,7 +224,3 @@ def _place(payload: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ..
     size = math.prod(shape) * dtype.itemsize
     part = payload if size == payload.numel() else payload[start : start + size]
     return part.view(dtype).view(shape)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

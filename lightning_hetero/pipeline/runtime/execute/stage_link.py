@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_hetero.measure.device import HostDevice, Stamp
+from lightning_hetero.measure.device import HostDevice, Stamp, is_out_of_memory
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
 from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, NeighbourWatch
@@ -148,7 +148,8 @@ class StageLink:
         self._blocks: deque[tuple[Tensor, Any]] = deque()  # posted, and the works that fill them
         self._due_bytes = 0  # size of the block that is to be posted next; 0: none
         self._ended = False  # nothing comes any more
-        self._posted: SimpleQueue[list[Job] | None] = SimpleQueue()
+        # Messages to be let out; what is to be told when those before are out; None: the end.
+        self._posted: SimpleQueue[list[Job] | threading.Event | None] = SimpleQueue()
         self._held = _Held()
         self._received = 0  # messages, so far
         for _ in range(_AHEAD):
@@ -218,14 +219,14 @@ class StageLink:
     def _send_on(self) -> None:
         """The thread: lets go of each message when it is out."""
         try:
-            while (jobs := self._posted.get()) is not None:
-                while jobs:
-                    self._let_out(jobs.pop(0))
+            while (posted := self._posted.get()) is not None:
+                if isinstance(posted, threading.Event):
+                    posted.set()
+                    continue
+                while posted:
+                    self._let_out(posted.pop(0))
         except RuntimeError as error:
-            self._broken = self._said(error)
-
-    def _said(self, error: RuntimeError) -> str | Exception:
-        return first_line(error)
+            self._broken = error if is_out_of_memory(error) else first_line(error)
 
     def _let_out(self, job: Job) -> None:
         while job.works:
@@ -334,11 +335,11 @@ class StageLink:
         self._join(self._sender, what)
 
     def _join(self, thread: threading.Thread, what: str) -> None:
-        deadline_s = self._watch.patience.deadline_s()
+        deadline_s = self._watch.deadline_s()
         while thread.is_alive():
             thread.join(LOOK_S)
             if thread.is_alive():
-                self._watch.patience.look(self.peer, deadline_s, what)
+                self._watch.look(self.peer, deadline_s, what)
 
     def abort(self) -> None:
         """Ends the link at once; the wire's connections are closed behind it."""

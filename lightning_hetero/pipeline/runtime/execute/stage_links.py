@@ -25,44 +25,33 @@ ClockOf = Callable[[int], Any]
 """From a neighbour, global rank, to what times that which comes from there, a `LinkClock`."""
 
 
-def link_clock(peer: int) -> LinkClock:
-    """Returns the clock of a link that is as it is."""
-    return LinkClock()
-
-
 class StageLinks:
     """All links of one rank, made and ended together.
 
     Args:
-        wire: see `StageLink`.
+        wire: see `StageLink`; None: there are no neighbours.
         rank: this process, global.
         peers: its neighbours, global ranks.
         device: of this rank's layers: where received tensors are put.
         failures: looked at while waiting.
         timeout_s: how long `receive` waits at most.
         ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `DeviceLink`.
-        clock: see `ClockOf`.
+        clock: see `ClockOf`; None: links are as they are.
     """
 
     def __init__(
-        self,
-        wire: dist.ProcessGroup,
-        rank: int,
-        peers: Iterable[int],
-        *,
-        device: torch.device,
-        failures: FailureBoard,
-        timeout_s: float,
-        ways: Mapping[int, DirectWay] | None = None,
-        clock: ClockOf = link_clock,
-    ) -> None:
+        self, wire: dist.ProcessGroup | None, rank: int, peers: Iterable[int], *, device: torch.device,
+        failures: FailureBoard, timeout_s: float, ways: Mapping[int, DirectWay] | None = None,
+        clock: ClockOf | None = None,
+    ) -> None:  # fmt: skip
         self._wire, self._rank = wire, rank
         self._watch = NeighbourWatch(wire, failures, timeout_s, rank)
         self._links: dict[int, StageLink] = {}
         self._closed = False
         for peer in sorted(set(peers)):
             way = (ways or {}).get(peer)
-            given = {"rank": rank, "device": device_of(device), "clock": clock(peer), "watch": self._watch}
+            timed = clock(peer) if clock else LinkClock()
+            given = {"rank": rank, "device": device_of(device), "clock": timed, "watch": self._watch}
             if way is None and not device_of(device).asynchronous:
                 self._links[peer] = StageLink(wire, peer, **given)
             else:
@@ -83,16 +72,12 @@ class StageLinks:
 
     def times(self) -> list[LinkTime]:
         """Returns what was timed of messages to this rank since it was last asked; nothing of direct ways."""
-        found: list[LinkTime] = []
-        for peer, link in self._links.items():
-            messages, size_bytes, seconds = link.clock.take()
-            if messages:
-                found.append(
-                    LinkTime(
-                        source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds
-                    )
-                )
-        return found
+        taken = {peer: link.clock.take() for peer, link in self._links.items()}
+        return [
+            LinkTime(source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds)
+            for peer, (messages, size_bytes, seconds) in taken.items()
+            if messages
+        ]
 
     def close(self) -> None:
         """Ends the links when all has been sent and the neighbours do the same; they can be waited for. Idempotent.

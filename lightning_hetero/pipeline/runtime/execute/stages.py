@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetero.pipeline.runtime.execute.messages import Pass
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import GraphInput
-from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route
 from lightning_hetero.pipeline.runtime.step.random_streams import (
     layer_seed,
     nothing_drawn,
@@ -29,27 +28,6 @@ from lightning_hetero.pipeline.runtime.step.random_streams import (
 )
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
 from lightning_hetero.pipeline.runtime.step.torch_state import Switches, enabled_autocast
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
-    """Under which circumstances a micro-batch goes through the layers; the same on all stages.
-
-    Attributes:
-        step: number of the training step; with the next two, of the random streams.
-        number: of the micro-batch in the global batch.
-        call: number of the backbone's call in its step.
-        grad_enabled: False: forward only.
-        autocast: dtype by type of device for which autocast is enabled.
-        route: how the layers are called.
-    """
-
-    step: int
-    number: int
-    call: int = 0
-    grad_enabled: bool = True
-    autocast: Mapping[str, torch.dtype]
-    route: Route = PLAIN
 
 
 class Flight:
@@ -61,14 +39,9 @@ class Flight:
     """
 
     def __init__(
-        self,
-        graph_input: GraphInput | None,
-        input_flags: Sequence[bool],
-        outputs: Sequence[Tensor],
-        *,
-        grad_enabled: bool,
-        clock: LayerClock | None = None,
-    ) -> None:
+        self, graph_input: GraphInput | None, input_flags: Sequence[bool], outputs: Sequence[Tensor], *,
+        grad_enabled: bool, clock: LayerClock | None = None,
+    ) -> None:  # fmt: skip
         self._clock = clock
         self.input_flags = tuple(input_flags)
         self.output_flags = tuple([grad_enabled and tensor.requires_grad for tensor in outputs])
@@ -138,22 +111,13 @@ class Stage:
     """
 
     def __init__(
-        self,
-        layers: Mapping[int, nn.Module],
-        *,
-        last: bool,
-        seed: int,
-        checkpoint_layers: bool,
-        device: torch.device,
-        clock: LayerClock | None = None,
-    ) -> None:
+        self, layers: Mapping[int, nn.Module], *, last: bool, seed: int, checkpoint_layers: bool,
+        device: torch.device, clock: LayerClock | None = None,
+    ) -> None:  # fmt: skip
         self._clock, self.timed = clock, True
-        self._layers = dict(layers)
-        self._end = max(self._layers) + 1
-        self._last = last
-        self._seed = seed
-        self._checkpoint_layers = checkpoint_layers
-        self._device = device
+        self._layers, self._end = dict(layers), max(layers) + 1
+        self._last, self._seed = last, seed
+        self._checkpoint_layers, self._device = checkpoint_layers, device
 
     def forward(self, value: Any, flags: Sequence[bool], way: Pass) -> tuple[Any, Flight]:
         """Runs the layers.
@@ -234,13 +198,7 @@ class Stage:
             clock.is_back()
 
     def _run(
-        self,
-        index: int,
-        layer: nn.Module,
-        seed: int,
-        previous: Sequence[Any],
-        inputs: Mapping[int, Tensor],
-        way: Pass,
+        self, index: int, layer: nn.Module, seed: int, previous: Sequence[Any], inputs: Mapping[int, Tensor], way: Pass
     ) -> Any:
         call = way.route.call(index)
         args, kwargs = call.arguments(previous, inputs, self._device)

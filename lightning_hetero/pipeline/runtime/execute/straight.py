@@ -1,4 +1,4 @@
-"""Training steps that run through, where there is nobody to suspend them for (layer T).
+"""Training steps that run through, where there is no other rank to suspend them for (layer T).
 
     StraightExecution    body: ... ─► loss ─► backward                               a module without layers to divide
     InPlaceExecution     body: ... ─► backbone, layer by layer ─► ... ─► loss ─► backward        a group of one rank
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.pipeline.decide.schedule import Kind
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stages import Stage
-from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
+from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, wrong_count
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.pipeline.runtime.step.random_streams import (
-    seed_streams,
-    stream_seed,
-)
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
 
@@ -28,7 +26,7 @@ class StraightExecution:
 
     Args:
         work: what there is to do.
-        pace: see `Pace`.
+        pace: of this rank.
 
     Attributes:
         results: what the bodies returned, detached, by micro-batch.
@@ -36,7 +34,7 @@ class StraightExecution:
 
     _ends_with: ClassVar[tuple[Kind, int]] = Kind.FORWARD, 0  # what a body computes last, and of which stage
 
-    def __init__(self, work: LeaderWork, pace: Pace | None) -> None:
+    def __init__(self, work: LeaderWork, pace: BusyTime) -> None:
         self._work, self._pace = work, pace
         self._now = work.micro_batches[0]
         self._began_s = 0.0
@@ -44,13 +42,19 @@ class StraightExecution:
 
     def run(self) -> None:
         """Runs forward and backward of all micro-batches."""
-        for micro_batch in self._work.micro_batches:
+        work = self._work
+        for micro_batch in work.micro_batches:
             self._now = micro_batch
-            self._backward(self._forward())
+            loss = self._forward()
+            self._began_s = self._pace.began()
+            if micro_batch is work.micro_batches[-1] and work.before_last_backward is not None:
+                work.before_last_backward()
+            self._backward(loss)
+            self._end(Kind.BACKWARD, 0)
 
     def _forward(self) -> Tensor:
         seed = self._body_seed()
-        self._begin()
+        self._began_s = self._pace.began()
         seed_streams(seed)
         output = self._body()
         loss = weighted_loss(output, self._now.weight, self._work.scale)
@@ -62,24 +66,13 @@ class StraightExecution:
         return self._now.body()
 
     def _backward(self, loss: Tensor) -> None:
-        self._begin()
-        work = self._work
-        if self._now is work.micro_batches[-1] and work.before_last_backward is not None:
-            work.before_last_backward()
-        self._go_back(loss)
-        self._end(Kind.BACKWARD, 0)
-
-    def _go_back(self, loss: Tensor) -> None:
         torch.autograd.backward([loss])
 
     def _body_seed(self) -> int:
         return self._work.body_seed(self._now.number)
 
-    def _begin(self) -> None:
-        self._began_s = began(self._pace)
-
     def _end(self, kind: Kind, stage: int) -> None:
-        paced(self._pace, kind, stage, self._now.samples, self._began_s)
+        self._pace.ended(kind, stage, self._now.samples, self._began_s)
 
 
 class InPlaceExecution(StraightExecution):
@@ -90,14 +83,14 @@ class InPlaceExecution(StraightExecution):
 
     Args:
         work: what there is to do.
-        pace: see `Pace`.
+        pace: of this rank.
         stage: all layers.
         cut: of the backbone, entered; the backbone is one module, called once per training step.
     """
 
     _ends_with = Kind.HEAD, 1
 
-    def __init__(self, work: LeaderWork, pace: Pace | None, *, stage: Stage, cut: BackboneCut) -> None:
+    def __init__(self, work: LeaderWork, pace: BusyTime, *, stage: Stage, cut: BackboneCut) -> None:
         super().__init__(work, pace)
         self._stage, self._cut = stage, cut
         self._calls = 0  # of the backbone, in this micro-batch
@@ -131,10 +124,10 @@ class InPlaceExecution(StraightExecution):
         output = self._stage.in_place(args, kwargs, step=step, number=number)
         seed_streams(stream_seed(self._body_seed(), self._calls))
         self._end(Kind.FORWARD, 0)
-        self._begin()
+        self._began_s = self._pace.began()
         return output
 
-    def _go_back(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor) -> None:
         self._goes_back = True
         with self._stage.going_back():
-            super()._go_back(loss)
+            super()._backward(loss)

@@ -1,9 +1,10 @@
-"""A thread that looks at the failure board while the training thread waits for a neighbour (layer T)."""
+"""What is done while a rank waits for a neighbour: a look at the failure board, and at the clock (layer T)."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import distributed as dist
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.transport.patience import Patience
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 LOOK_S = 1.0  # at the failure board, while waiting
@@ -19,20 +19,17 @@ _TAG_OF_THE_END = 0x9A56
 
 
 class NeighbourWatch:
-    """Looks at the failure board while the training thread waits for a neighbour.
+    """Looks at the failure board while the training thread waits for a neighbour, in a thread of its own.
 
     Args:
         wire: whose connections are closed when there is a reason to.
         failures: looked at.
-        timeout_s: how long the thread waits for one message at most.
+        timeout_s: how long a message is waited for at most.
         rank: this process, global.
-
-    Attributes:
-        patience: for waits with a timeout of their own.
     """
 
     def __init__(self, wire: Any, failures: FailureBoard, timeout_s: float, rank: int) -> None:
-        self._wire, self._failures, self.patience = wire, failures, Patience(failures, timeout_s)
+        self._wire, self._failures, self._timeout_s = wire, failures, timeout_s
         self._waiting: tuple[int, str, float] | None = None
         self._found: RuntimeError | None = None
         self._ended = threading.Event()
@@ -51,9 +48,9 @@ class NeighbourWatch:
             RuntimeError: a rank has failed, the peer is gone, or the timeout has passed; names rank and cause.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._waiting = (peer, what, self.patience.deadline_s())
+        self._waiting = (peer, what, self.deadline_s())
         try:
             work.wait(FOREVER)
         except RuntimeError as error:
@@ -67,7 +64,26 @@ class NeighbourWatch:
             return self._found
         return why if isinstance(why, Exception) else self._failures.lost(peer, why)
 
-    def _look(self) -> None:
+    def deadline_s(self) -> float:
+        """Returns until when what is waited for from now on must come [s, time.monotonic]."""
+        return time.monotonic() + self._timeout_s
+
+    def look(self, peer: int, deadline_s: float, what: str) -> None:
+        """Looks once, for a thread that waits in short turns.
+
+        Args:
+            peer: global rank.
+            deadline_s: see `deadline_s`.
+            what: it has done, or not, e.g. "sent nothing".
+
+        Raises:
+            RuntimeError: a rank has failed, or the deadline has passed; names rank and cause.
+        """
+        self._failures.check()
+        if time.monotonic() >= deadline_s:
+            raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")
+
+    def _run(self) -> None:
         before = None
         while not self._ended.wait(0.5 * LOOK_S):
             waiting = self._waiting
@@ -76,7 +92,7 @@ class NeighbourWatch:
                 continue
             try:
                 peer, what, deadline_s = waiting
-                self.patience.look(peer, deadline_s, what)
+                self.look(peer, deadline_s, what)
             except RuntimeError as error:
                 self._found = error
                 if self._wire is not None:

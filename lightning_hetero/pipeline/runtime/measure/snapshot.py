@@ -5,7 +5,7 @@
     snapshot.put_back()                                # the same list, with what it held
 
 `copy.deepcopy` tells which object has become which copy: each object gets back what its copy holds, and keeps its
-identity, so whoever else refers to it sees it put back, too. What cannot be copied (files, locks, tensors with a graph)
+identity, so other references to it see it put back, too. What cannot be copied (files, locks, tensors with a graph)
 stays as it is, and so does what can only be reached through it. Data sets are large and read only: of them attributes
 and generators of random numbers are put back.
 """
@@ -50,9 +50,9 @@ class Snapshot:
         leave: tuple[type[Tensor], ...] = (),
     ) -> None:
         self._undo: list[Callable[[], object]] = []
-        parts = list(_parts(owners))
+        parts = _parts(owners)
         pending = [*data, *(v for part in parts for v in vars(part).values() if isinstance(v, _DATA))]
-        sets = list(_data_sets(pending))
+        sets = _data_sets(pending)
         self._copied: list[object] = []  # of which there are copies
         self._memo: dict[int, Any] = {id(x): x for x in (*parts, *sets, *shared) if x is not None}
         self._memo[id(self._memo)] = self._copied  # where `copy.deepcopy` keeps them
@@ -103,27 +103,25 @@ class Snapshot:
         self._undo.append(partial(_put_back_class, kind, held))
 
 
-def _parts(owners: Iterable[object]) -> Iterator[Any]:
-    """Yields objects with attributes, each once: all submodules of modules, also of those that an object refers to."""
-    seen: set[int] = set()
+def _parts(owners: Iterable[Any]) -> list[Any]:
+    """Returns objects with attributes, each once: all submodules of modules, also of those that an object refers to."""
+    roots: list[Any] = []
     for owner in owners:
-        modules = [v for v in vars(owner).values() if isinstance(v, nn.Module)]
-        for root in (owner, *(() if isinstance(owner, nn.Module) else modules)):
-            for part in root.modules() if isinstance(root, nn.Module) else [root]:
-                if id(part) not in seen:
-                    seen.add(id(part))
-                    yield part
+        held = () if isinstance(owner, nn.Module) else vars(owner).values()
+        roots += [owner, *(value for value in held if isinstance(value, nn.Module))]
+    parts = (part for root in roots for part in (root.modules() if isinstance(root, nn.Module) else [root]))
+    return list({id(part): part for part in parts}.values())
 
 
-def _data_sets(pending: list[Any]) -> Iterator[Any]:
-    """Yields data sets, loaders and samplers, and what they are made of."""
-    seen: set[int] = set()
+def _data_sets(pending: list[Any]) -> list[Any]:
+    """Returns data sets, loaders and samplers, and what they are made of."""
+    found: dict[int, Any] = {}
     while pending:
         one = pending.pop()
-        if one is not None and id(one) not in seen and hasattr(one, "__dict__"):
-            seen.add(id(one))
-            yield one
+        if id(one) not in found and hasattr(one, "__dict__"):
+            found[id(one)] = one
             pending += [value for value in vars(one).values() if isinstance(value, _DATA)]
+    return list(found.values())
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -66,7 +66,7 @@ class WholeState:
         Raises:
             RuntimeError: on all ranks, if one could not make its part: which, and why.
         """
-        # Not keep_vars: then a `state_dict` that somebody has overridden without arguments works, too.
+        # Not keep_vars: then a `state_dict` that is overridden without arguments works, too.
         ownership = self._ownership
 
         def source(key: str) -> int:
@@ -256,7 +256,7 @@ def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         checkpoint: anything that `torch.save` takes.
-        path: of the file; folders are made. An old file is replaced; whoever has mapped it keeps the old contents.
+        path: of the file; folders are made. An old file is replaced; where it is mapped, the old contents stay.
 
     Raises:
         OSError: no space, or the folder cannot be written to; an old file is still there then.

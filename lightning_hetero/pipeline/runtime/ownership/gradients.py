@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
+from lightning_hetero.transport.one_round import Sum, start_sum
 
 
 class GradientSync:
@@ -65,7 +65,7 @@ class GradientSync:
         groups: OwnerGroups,
         bucket_bytes: int = 25 * 2**20,
         least_bytes: int = 0,
-        wait: Callable[[Waited], object] = wait_for,
+        wait: Callable[[dist.Work], object] = dist.Work.wait,
     ) -> None:
         self._groups, self._wait = groups, wait
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
@@ -289,7 +289,7 @@ class Bucket:
         self._sum = start_sum(self.sent, self._group)
 
     @torch.no_grad()
-    def collect(self, wait: Callable[[Waited], object]) -> None:
+    def collect(self, wait: Callable[[dist.Work], object]) -> None:
         """Waits for the sum and writes it back; the bucket's memory is given free."""
         assert self._sum is not None
         wait(self._sum.work)

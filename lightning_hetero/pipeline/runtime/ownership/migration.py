@@ -13,6 +13,7 @@ and settings of optimizers are the same on all ranks: these need not travel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class TensorMove:
 def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]:
     """Returns what must travel so that all holders under a new plan have what they hold, the same on all ranks.
 
-    What the target does not have is sent. If several ranks hold a layer, the one with least to send so far sends it.
+    What the target does not have is sent. If several ranks hold a tensor, the one with least to send so far sends it.
     Buffers come from the lowest group, and its new rank gets them even where it holds the layer: other groups'
     statistics may differ.
 
@@ -63,18 +64,12 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]
         module: for the sizes of its tensors, which may be on meta.
     """
     found: list[TensorMove] = []
-    loads: dict[int, int] = {}
-    senders: dict[tuple[object, int], int] = {}
+    loads = Counter[int]()
     for name, tensor in old.tensors(module).items():
-        trained = name in old.parameters
-        for target in _targets(old.holders(name), old.owners(name), new.holders(name), new.owners(name), trained):
-            if trained:
-                unit = (old.layer_of[name], old.owners(name)), target
-                least = min(old.owners(name), key=lambda rank: (loads.get(rank, 0), rank))
-                source = senders.setdefault(unit, least)
-            else:
-                source = old.owners(name)[0]
-            loads[source] = loads.get(source, 0) + tensor.nbytes
+        owners, trained = old.owners(name), name in old.parameters
+        for target in _targets(old.holders(name), owners, new.holders(name), new.owners(name), trained):
+            source = min(owners, key=lambda rank: (loads[rank], rank)) if trained else owners[0]
+            loads[source] += tensor.nbytes
             found.append(TensorMove(name, source, target))
     for path, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:

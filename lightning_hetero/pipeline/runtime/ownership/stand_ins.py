@@ -41,7 +41,7 @@ class Here:
         rank: this one.
         hook: returns the name of the hook that runs; None: it is not known.
         gradients: whether parameters have gradients, between a backward pass and the next ``zero_grad``.
-        made: stand-ins that somebody has made from others, by their ids, as long as they live.
+        made: stand-ins that user code has made from others, by their ids, as long as they live.
     """
 
     rank: int
@@ -299,7 +299,7 @@ class _Operation:
 
     @property
     def _lists(self) -> list[Any]:
-        return [value for value in (*self._args, *self._kwargs.values()) if isinstance(value, list | tuple)]
+        return [value for value in self._args if isinstance(value, list | tuple)]
 
     def _each(self) -> Any:
         """Runs an operation on lists of tensors for each place by itself, and together where all is on this rank."""
@@ -316,14 +316,14 @@ class _Operation:
         def some(value: Any) -> Any:
             return [value[i] for i in places] if isinstance(value, list | tuple) else value
 
-        return self._func(*map(some, self._args), **{key: some(value) for key, value in self._kwargs.items()})
+        return self._func(*map(some, self._args), **self._kwargs)
 
 
 # ---- what is no more --------------------------------------------------------------------------------------------
 
 
 class _Left(Tensor):
-    """A tensor that another one has replaced, where somebody keeps a reference."""
+    """A tensor that another one has replaced, where user code keeps a reference."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -344,7 +344,7 @@ def _left_by(kind: type[Tensor]) -> type[Tensor]:
 
 
 def leave(tensor: Tensor, name: str) -> None:
-    """Frees a tensor's memory that has been replaced, even where somebody keeps a reference, and harms no view.
+    """Frees the memory of a tensor that has been replaced, even where references are kept, and harms no view.
 
     Whoever uses the reference gets an error.
 

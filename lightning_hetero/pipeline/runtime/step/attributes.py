@@ -103,8 +103,8 @@ def numbers_of(
         without: also buffers, and those of submodules of the user's own classes, but not of these.
     """
     found: dict[Path, Any] = {}
-    parts = [("", module, _OWN.union(ignore))] if without is None else _places(module, ignore, without)
-    for name, part, ignored in parts:
+    ignored = _OWN.union(ignore)
+    for name, part in [("", module)] if without is None else _places(module, without):
         held = vars(part) if without is None else {**vars(part), **part._buffers}
         for key in (key for key in held if key not in ignored):
             entries = held[key].items() if isinstance(held[key], dict) else ()
@@ -116,7 +116,8 @@ def numbers_of(
 def values_of(module: nn.Module, ignore: Iterable[str] = ()) -> dict[Path, Any]:
     """Returns what a step may go on from: numbers and tensors, also in dicts, in objects, and numbers in lists."""
     found: dict[Path, Any] = {}
-    for name, part, ignored in _places(module, ignore):
+    ignored = _OWN.union(ignore)
+    for name, part in _places(module):
         pending = [((name, key), value) for key, value in vars(part).items() if key not in ignored]
         while pending:
             path, value = pending.pop()
@@ -140,16 +141,14 @@ def _within(value: Any) -> Any:
     return value if isinstance(value, list | tuple | Mapping | deque) else vars(value)
 
 
-def _places(
-    module: nn.Module, ignore: Iterable[str], without: Iterable[nn.Module] = ()
-) -> list[tuple[str, nn.Module, frozenset[str]]]:
-    """Returns the submodules of a user's own classes, by name, and which of their attributes are not the user's.
+def _places(module: nn.Module, without: Iterable[nn.Module] = ()) -> list[tuple[str, nn.Module]]:
+    """Returns the module and its submodules of a user's own classes, by name, but not those within some layers.
 
     Without torchmetrics', whose states are combined over the ranks.
     """
-    ignored, left = _OWN.union(ignore), {id(part) for layer in without for part in layer.modules()}
+    left = {id(part) for layer in without for part in layer.modules()}
     return [
-        (name, part, ignored)
+        (name, part)
         for name, part in module.named_modules()
         if part is module
         or (id(part) not in left and _is_users(type(part)) and not hasattr(type(part), "metric_state"))
@@ -176,29 +175,28 @@ class Attributes:
     def __init__(
         self, module: nn.Module, ignore: Iterable[str] = (), *, without: Iterable[nn.Module] = ()
     ) -> None:
-        self._places = _places(module, ignore, without)
+        self._ignored = _OWN.union(ignore)
+        self._places = _places(module, without)
         self._noted: list[dict[str, Any]] = []
         self.note()
 
     def note(self) -> None:
         """Takes the present attributes for those that were."""
         self._noted = [
-            {key: _structure(value) for key, value in self._held(part, ignored).items()}
-            for _, part, ignored in self._places
+            {key: _structure(value) for key, value in self._held(part).items()} for _, part in self._places
         ]
 
     def changes(self) -> list[Change]:
         """Returns what is different now, and notes it."""
         found: list[Change] = []
-        for (name, part, ignored), before in zip(self._places, self._noted, strict=True):
-            _compare_keys(before, self._held(part, ignored), (name,), found)
+        for (name, part), before in zip(self._places, self._noted, strict=True):
+            _compare_keys(before, self._held(part), (name,), found)
         if found:
             self.note()
         return found
 
-    @staticmethod
-    def _held(part: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
-        return {key: value for key, value in vars(part).items() if key not in ignored}
+    def _held(self, part: nn.Module) -> dict[str, Any]:
+        return {key: value for key, value in vars(part).items() if key not in self._ignored}
 
 
 class Shadow(Attributes):
@@ -209,11 +207,11 @@ class Shadow(Attributes):
     """
 
     def __init__(self, module: nn.Module, ignore: Iterable[str] = ()) -> None:
-        self._module, self._ignore = module, frozenset(ignore)
+        self._module, ignored = module, _OWN.union(ignore)
         copies: dict[int, Any] = {}
         self._worn = [
             (part, {key: value if key in ignored else _copied(value, copies) for key, value in vars(part).items()})
-            for _, part, ignored in _places(module, ignore)
+            for _, part in _places(module)
         ]
         with self.worn():
             super().__init__(module, ignore)
@@ -237,7 +235,7 @@ class Shadow(Attributes):
     def take(self, values: Mapping[Path, Any]) -> None:
         """Takes attributes as the other rank has them."""
         with self.worn():
-            here = values_of(self._module, self._ignore)
+            here = values_of(self._module, self._ignored)
             known = [Change(path, "set", value) for path, value in values.items() if path in here]
             apply_changes(self._module, known)
             self.note()
@@ -250,8 +248,7 @@ class Buffers(Attributes):
         """Returns the name of one that has changed since; None if there is none."""
         return next((name_of(change.path) for change in self.changes()), None)
 
-    @staticmethod
-    def _held(part: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
+    def _held(self, part: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in part._buffers.items() if value is not None and not value.is_meta}
 
 

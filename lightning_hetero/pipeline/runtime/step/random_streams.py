@@ -35,12 +35,8 @@ def stream_seed(seed: int, *numbers: int) -> int:
     >>> stream_seed(0, 12, 3) == stream_seed(0, 12, 3), stream_seed(0, 12, 3) == stream_seed(0, 3, 12)
     (True, False)
     """
-    words = seed, *numbers
-    form = f"<{len(words)}Q"
-    try:
-        packed = struct.pack(form, *words)
-    except struct.error:  # negative, or longer
-        packed = struct.pack(form, *[word & 0xFFFF_FFFF_FFFF_FFFF for word in words])
+    words = [word & 0xFFFF_FFFF_FFFF_FFFF for word in (seed, *numbers)]
+    packed = struct.pack(f"<{len(words)}Q", *words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 

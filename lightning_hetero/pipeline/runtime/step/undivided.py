@@ -31,7 +31,7 @@ def find_layers(module: nn.Module, backbone: str | Sequence[str] | None, *, need
     Args:
         module: the LightningModule.
         backbone: see `find_backbone`.
-        needed: whether somebody has said how the layers are to be divided.
+        needed: whether the user has said how the layers are to be divided.
 
     Raises:
         TypeError, ValueError: as `find_backbone`, where layers are needed, where ``backbone`` names what is not there,

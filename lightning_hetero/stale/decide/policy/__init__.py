@@ -30,7 +30,7 @@ from lightning_hetero.stale.decide.policy.base import (
     Pooled,
     part,
     whole,
-)
+)  # fmt: skip
 from lightning_hetero.stale.decide.policy.rules import Asp, Asynchronous, Bsp, Flexible, Saps, Ssp, own_part
 
 __all__ = [
@@ -59,15 +59,7 @@ PolicyName: TypeAlias = Literal["flexible", "saps", "asp", "bsp", "ssp"]
 
 _KNOWN: dict[str, type[Policy]] = {policy.name: policy for policy in (Flexible, Saps, Asp, Bsp, Ssp)}
 
-_WRITE = "copy benchmarks/stale/policies/{}.py of the repository and pass an instance of its class"
-_GONE = {  # in the last release; for one release
-    "dynsgd": _WRITE.format("dynsgd"),
-    "drop": _WRITE.format("drop"),
-    "buffered": _WRITE.format("buffered"),
-    "backup": _WRITE.format("quorum"),
-    "quorum": _WRITE.format("quorum"),
-    "dc_asgd": "it needed a copy of the parameters per rank in the server and trained no better than 'asp': use that",
-}
+_GONE = ("dynsgd", "drop", "buffered", "backup", "quorum", "dc_asgd")  # in the last release; for one release
 
 
 def by_name(name: str, **settings: Any) -> Policy:
@@ -77,16 +69,18 @@ def by_name(name: str, **settings: Any) -> Policy:
         ValueError: the name is unknown, the policy has no such setting, or it is out of range.
     """
     if name in _GONE:
-        raise ValueError(f"policy={name!r} is no longer part of the package: {_GONE[name]}")
+        raise ValueError(
+            f"policy={name!r} is no longer part of the package: copy its class from benchmarks/stale/policies of the"
+            " repository and pass an instance of it; instead of 'dc_asgd', which trained no better, use 'asp'"
+        )
     if name not in _KNOWN:
         raise ValueError(
             f"unknown policy {name!r}: choose one of {', '.join(_KNOWN)}, or pass any Policy instance"
             " (for example Flexible(bound=1))"
         )
     takes = {known: inspect.signature(policy).parameters for known, policy in _KNOWN.items()}
-    if strange := [setting for setting in settings if setting not in takes[name]]:
-        others = [known for known in _KNOWN if all(setting in takes[known] for setting in strange)]
-        said = " and ".join(f"{setting}={settings[setting]!r}" for setting in strange)
+    if strange := [f"{setting}={value!r}" for setting, value in settings.items() if setting not in takes[name]]:
+        others = [known for known in _KNOWN if settings.keys() <= takes[known].keys()]
         choose = f", or choose a policy that has: {', '.join(others)}" if others else ""
-        raise ValueError(f"policy={name!r} has no use for {said}; drop it{choose}")
+        raise ValueError(f"policy={name!r} has no use for {' and '.join(strange)}; drop it{choose}")
     return _KNOWN[name](**settings)

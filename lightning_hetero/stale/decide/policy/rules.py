@@ -21,7 +21,7 @@ from lightning_hetero.stale.decide.policy.base import (
     Pooled,
     part,
     whole,
-)
+)  # fmt: skip
 
 
 class Flexible(Pooled):
@@ -42,10 +42,9 @@ class Flexible(Pooled):
     Args:
         bound: versions a contribution may be old, >= 0. 1, 2 and 4 trained equally well; 2 recomputes less than 1.
         grace: longest hold, as a fraction of the time of a step, >= 0; 0 holds nobody, inf waits like a barrier.
-        late: no longer an option; refused for one release.
 
     Raises:
-        TypeError: ``bound`` is not a whole number, or ``late`` is given.
+        TypeError: ``bound`` is not a whole number.
         ValueError: a number is out of range.
     """
 
@@ -53,12 +52,7 @@ class Flexible(Pooled):
     holds: ClassVar[Holds] = "grace"
     completes = True
 
-    def __init__(self, *, bound: int = 2, grace: float = 0.1, late: None = None) -> None:
-        if late is not None:
-            raise TypeError(
-                "Flexible no longer has late=: late contributions always complete the mean that they missed. Drop it,"
-                " or derive a policy with `completes = False`"
-            )
+    def __init__(self, *, bound: int = 2, grace: float = 0.1) -> None:
         self.bound = whole("Flexible", "bound", bound, 0)
         self.grace = part("Flexible", "grace", grace, "a step")
 
@@ -80,9 +74,7 @@ class Flexible(Pooled):
             return Grant(samples=small)
         wait_s = self._complete_in_s(claim, expected)
         # Waiting like a barrier does not depend on a step's time, which the first batch does not know.
-        patience_s = self.grace * claim.step_s if claim.step_s > 0.0 else 0.0
-        if math.isinf(self.grace):
-            patience_s = math.inf
+        patience_s = math.inf if math.isinf(self.grace) else self.grace * claim.step_s
         if not claim.first and patience_s > 0.0 and wait_s <= patience_s:
             return Hold(patience_s=patience_s)
         # No more than this worker's part of what is missing: larger top-ups are 1-2 % faster under spells, but what

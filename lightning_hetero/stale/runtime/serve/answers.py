@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Granted, Passed
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.decide.effects import Assigned, Passed
+from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.runtime.messages import measures_text
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
-from lightning_hetero.transport.base import Listener, Reply, Request, Say
+from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+from lightning_hetero.transport.listener import Listener
 
 
 class Answers:
@@ -88,14 +89,14 @@ class Answers:
         """Answers a claim: the tick is over."""
         asked = self._claim_of(passed.rank, now)
         words = self._epochs.words(self._epochs.number)[asked.tick :]
-        self.answer(passed.rank, Say.PASSED, tick=passed.tick, numbers=words, **self.measures_for(asked))
+        self.answer(passed.rank, Say.PASSED, tick=passed.global_step, numbers=words, **self.measures_for(asked))
 
-    def granted(self, granted: Granted, now: float) -> None:
+    def granted(self, granted: Assigned, now: float) -> None:
         """Answers a claim with work."""
         self._claim_of(granted.rank, now)
         self.answer(
-            granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
-            numbers=[number for span in granted.spans for number in span],
+            granted.rank, Say.GRANT, tick=granted.global_step, version=granted.base, lease=granted.assignment,
+            micro=granted.micro, numbers=[number for span in granted.spans for number in span],
             hint_start=granted.hint[0], hint_end=granted.hint[1],
             flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
         )  # fmt: skip
@@ -126,7 +127,7 @@ class Answers:
         if not said.get("text"):
             said["text"] = "\n".join(self._live_workers.take_notices(rank))
         here = {
-            "epoch": self._epochs.number, "tick": self._coordinator.tick, "version": self._coordinator.version,
+            "epoch": self._epochs.number, "tick": self._coordinator.global_step, "version": self._coordinator.version,
             "generation": self._live_workers.generation,
         }  # fmt: skip
         self._listener.reply(rank, Reply(kind=kind, **{**here, **said}))

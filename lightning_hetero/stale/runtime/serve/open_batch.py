@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Updated
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
@@ -61,7 +61,7 @@ class OpenBatch:
 
     def _count_need(self) -> None:
         """Notes how many samples the tick that begins still needs."""
-        ends, tick = self._coordinator.ends, self._coordinator.tick
+        ends, tick = self._coordinator.ends, self._coordinator.global_step
         self._need = ends[tick] - self._coordinator.ledger.arrived if tick < len(ends) else 0
 
     # ---- contributions ----------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class OpenBatch:
         if not counts and (k in self._applied or k not in self._subpools):
             return
         pool = self._subpools.setdefault(k, self._new_pool())
-        if request.tick == self._coordinator.tick:
+        if request.tick == self._coordinator.global_step:
             self._take_flags(pool, request, slot)
         elif not pool.ranks:
             pool.steps, pool.zeroes = request.steps, request.zeroes
@@ -111,12 +111,12 @@ class OpenBatch:
         if substep not in self._applied:
             return True
         coordinator = self._coordinator
-        return coordinator.tick + 1 < len(coordinator.ends) and coordinator.within_bound(base, later=1)
+        return coordinator.global_step + 1 < len(coordinator.ends) and coordinator.within_bound(base, later=1)
 
     def is_open(self, request: Request) -> bool:
         """Whether a push of the present tick is of a sub-step that is still to be applied in it."""
         k = request.substep
-        return request.tick == self._coordinator.tick and k in self._subpools and k not in self._applied
+        return request.tick == self._coordinator.global_step and k in self._subpools and k not in self._applied
 
     def settle(self, rank: int | None = None) -> None:
         """Adds what waits in slots.
@@ -185,7 +185,7 @@ class OpenBatch:
         """Applies what is left of the sub-steps, then the pool; returns the tick's `Word` if it ends with that."""
         for k in sorted(self._subpools.keys() - self._applied):
             late = self._subpools.pop(k)  # by nobody of this tick, if its program has no such step this time
-            self._apply(late, k, worth=1.0 if late.current else self._part(late, updated.tick - 1))
+            self._apply(late, k, worth=1.0 if late.current else self._part(late, updated.global_step - 1))
         pool, self._pool = self._pool, self._new_pool()
         bases, base, mean = self._coordinator.bases(), updated.version - 1, None
         if self._completes and pool.weight > 0.0 and base in bases:

@@ -2,7 +2,7 @@
 
     Accepted            a slot is added to the pool
     Updated             the pool becomes an update, and is published
-    Granted, Passed     a claim is answered
+    Assigned, Passed     a claim is answered
     Refused, Reissued   are counted
 
 In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
@@ -26,21 +26,22 @@ from torch import Tensor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import (
     Accepted,
+    Assigned,
     Effect,
-    Granted,
     Passed,
     Refused,
     Reissued,
     Updated,
 )
 from lightning_hetero.stale.decide.policy import Asynchronous
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers, RunEndsError
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
-from lightning_hetero.transport.base import Listener, Request, Say
+from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+from lightning_hetero.transport.listener import Listener
 
 
 class Pushed(NamedTuple):
@@ -84,7 +85,7 @@ class Pushes:
         """
         answers, counts = self._answers, self._counts
         for effect in effects:
-            if isinstance(effect, Granted):
+            if isinstance(effect, Assigned):
                 answers.granted(effect, now)
             elif isinstance(effect, Passed):
                 answers.passed(effect, now)
@@ -136,16 +137,16 @@ class Pushes:
 
     def _last_push(self, rank: int, push: Request, slot: Tensor, now: float) -> None:
         coordinator = self._coordinator
-        lease = coordinator.lease(rank, push.lease)
+        lease = coordinator.assignment(rank, push.lease)
         finite = lease is None or self._finite(rank, push, slot)
-        if push.tick == coordinator.tick:
+        if push.tick == coordinator.global_step:
             self._batch.announce(push, slot)
-        effects = coordinator.push(rank, push.lease, now, tick=push.tick, samples=push.samples, finite=finite)
+        effects = coordinator.push(rank, push.lease, now, global_step=push.tick, samples=push.samples, finite=finite)
         self.carry_out(effects, now, None if lease is None else Pushed(push, slot, lease.base))
 
     def _substep(self, rank: int, push: Request, slot: Tensor) -> None:
         coordinator, batch, answers = self._coordinator, self._batch, self._answers
-        lease = coordinator.lease(rank, push.lease)
+        lease = coordinator.assignment(rank, push.lease)
         if lease is None or lease.void or not coordinator.within_bound(lease.base):
             answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return

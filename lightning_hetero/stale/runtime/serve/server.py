@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
@@ -34,8 +34,9 @@ from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, Ope
 from lightning_hetero.stale.runtime.serve.pushes import Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
-from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Request, Say
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.listener import Listener
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ class ParameterServer:
             self._begin(rank, request, now)
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
-            self._pushes.carry_out(self.coordinator.idle(rank, now), now)
+            self._pushes.carry_out(self.coordinator.give_back(rank, None, now), now)
             if request.tick <= self._meeting.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
@@ -254,8 +255,8 @@ class ParameterServer:
         else:
             if request.epoch > self._epochs.number:
                 raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
-            if not 0 <= request.tick <= self.coordinator.tick:
-                raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.tick}")
+            if not 0 <= request.tick <= self.coordinator.global_step:
+                raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.global_step}")
             serve = self._pushes.claim if kind is Ask.CLAIM else self._pushes.push
             serve(rank, request, now)
 
@@ -277,7 +278,7 @@ class ParameterServer:
         """Begins an epoch with the first worker that asks."""
         if (epoch := self._epochs.ask(rank, request)) is not None:
             effects = self.coordinator.begin(
-                request.epoch, epoch.ends, applied=epoch.spans, tick=epoch.tick, now=now
+                request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.tick, now=now
             )
             self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)

@@ -19,7 +19,7 @@ class Chunk:
     Args:
         grant: the server's; None: a tick that went by, for which user code runs on a dummy batch.
         wait_s: how long it was waited for [s].
-        fill_in: it is not the first in its tick.
+        top_up: it is not the first in its tick.
 
     Attributes:
         spans, samples: all that is granted; 0 samples: a dummy batch, which counts nothing.
@@ -32,11 +32,11 @@ class Chunk:
     """
 
     def __init__(
-        self, grant: Reply | None, *, started: Stamp | None = None, wait_s: float = 0.0, fill_in: bool = False
+        self, grant: Reply | None, *, started: Stamp | None = None, wait_s: float = 0.0, top_up: bool = False
     ) -> None:
         self.grant = grant
         self.wait_s = wait_s
-        self.fill_in = fill_in
+        self.top_up = top_up
         self.spans = () if grant is None else pairs(grant.numbers)
         self.samples = size(self.spans)
         self.pieces = pieces(self.spans, 0 if grant is None else grant.micro)

@@ -176,10 +176,13 @@ class GradientWriter:
         if not self._open:
             self._link.open_slot()
             self._open = True
-        if gradients:
-            now = [gradient.detach() for _, gradient in gradients]
-            dense = [gradient if gradient.layout is torch.strided else gradient.to_dense() for gradient in now]
-            torch._foreach_copy_([self._values[i] for i, _ in gradients], dense)
+        now = [gradient.detach() for _, gradient in gradients]
+        dense = [gradient if gradient.layout is torch.strided else gradient.to_dense() for gradient in now]
+        values = [self._values[i] for i, _ in gradients]
+        if len(values) == 1:
+            values[0].copy_(dense[0])
+        elif values:
+            torch._foreach_copy_(values, dense)
 
     def _look(self, index: int) -> int:
         """Returns what is to be said of a gradient that is in the slot."""

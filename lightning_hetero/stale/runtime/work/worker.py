@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.stale.decide.report.counts import Measures
+from lightning_hetero.stale.decide.report import Measures
 from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import (

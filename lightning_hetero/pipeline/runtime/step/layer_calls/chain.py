@@ -300,7 +300,7 @@ class LayerOutput:
 
 # ---- caches of keys and values ---------------------------------------------------------------------------------
 # Models of `transformers` hand one to each of their layers, for generating text token by token. In a training step, or
-# a validation step that calls the model once, each layer writes to its own part and nobody reads it: an empty cache
+# a validation step that calls the model once, each layer writes to its own part, which is never read: an empty cache
 # and none compute the same. So in a pipeline a layer gets none. A cache that comes a second time was meant to be read,
 # and the result would be wrong: refused.
 
@@ -333,5 +333,5 @@ class SeenCaches:
 
 
 def _is_cache(value: Any) -> bool:
-    transformers = sys.modules.get("transformers")  # whoever has one has imported it
+    transformers = sys.modules.get("transformers")  # a cache is only there where it is imported
     return transformers is not None and isinstance(value, transformers.Cache)

@@ -2,7 +2,7 @@
 
     hidden = block(hidden, mask, position_embeddings=(cos, sin), use_cache=False)      in a loop over the blocks
 
-    inputs   0: hidden before the first block, 1: mask, 2: cos, 3: sin         each tensor once, whoever takes it
+    inputs   0: hidden before the first block, 1: mask, 2: cos, 3: sin         each tensor once
     layer 0  (input 0, input 1), position_embeddings=(input 2, input 3), use_cache=False
     layer 1  (previous, input 1), position_embeddings=(input 2, input 3), use_cache=False
     ...

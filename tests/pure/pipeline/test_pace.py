@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_hetero import Scenario
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
 from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
+from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
 from lightning_hetero.types import GroupPlan
 
 GROUP = GroupPlan(ranks=(2, 0), cuts=(0, 2, 6), samples=8, micro_batches=(4, 4), depths=(2, 2))
@@ -28,7 +28,7 @@ class Clock:
 
 def pace(rank: int, clock: Clock, calls: int = 1, **scenario: object) -> EmulatedPace:
     found = EmulatedPace(
-        BusyTime(),
+        torch.device("cpu"),
         Scenario(**scenario),  # type: ignore[arg-type]
         rank,
         clock=lambda: clock.now_s,
@@ -67,22 +67,11 @@ def test_oversleeping_is_made_up_for() -> None:
     assert clock.slept == pytest.approx([0.8, 0.76, 0.76])
 
 
-def test_the_next_plans_pace_makes_up_for_this_ones() -> None:
-    clock = Clock(late_s=0.04)
-    slow = pace(0, clock, speeds=[1.0], sample_s=0.9)
-    slow.begin(0)
-    slow.computed(Kind.FORWARD, 1, 4, 0.0)
-    slow.parts = {(Kind.FORWARD, 1): 0.5}
-    slow.begin(1)
-    slow.computed(Kind.FORWARD, 1, 4, 0.0)
-    assert clock.slept == pytest.approx([0.8, 1.76])
-
-
 def test_a_scenario_may_pass_with_time() -> None:
     clock, scenario = Clock(), Scenario(sample_s=0.9).slow(0, 2, at_step=3)
     steps = scenario_steps(1.0, clock=lambda: clock.now_s)
     slow = EmulatedPace(
-        BusyTime(), scenario, 0, step_of=steps, clock=lambda: clock.now_s, sleep=clock.sleep
+        torch.device("cpu"), scenario, 0, step_of=steps, clock=lambda: clock.now_s, sleep=clock.sleep
     )
     slow.parts = parts_of(MODEL, GROUP, 0)
     clock.now_s = 100.0

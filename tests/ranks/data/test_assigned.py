@@ -1,4 +1,4 @@
-"""Granted samples become batches: order, fetching ahead, and what Lightning and users see of a granted loader."""
+"""Granted samples become batches: order, fetching ahead, and what Lightning and users see of a assigned loader."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
-from lightning_hetero.data import SamplerOrder, ShuffledOrder
-from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
+from lightning_hetero.data import ShuffledOrder
+from lightning_hetero.data.assigned import SampleSource, assigned_loader
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,58 +44,22 @@ class Lists(Squares):
         return [self[i] for i in indices]
 
 
-def sampler(size: int = 4, samples: int = 10) -> EpochSampler:
-    return EpochSampler(ShuffledOrder(samples, seed=0, shuffle=False, global_batch_size=size, drop_last=False))
+def source_of(loader: DataLoader) -> SampleSource:
+    order = ShuffledOrder(10, seed=0, shuffle=False, global_batch_size=4, drop_last=False)
+    return SampleSource(loader, order)
 
 
 # ---- the sampler that Lightning sees ------------------------------------------------------------------------------
 
 
-def test_ticks_are_the_global_batches() -> None:
-    ticks = sampler()
-    assert len(ticks) == 3 and ticks.batch_size == 4 and not ticks.drop_last
-    assert list(ticks) == []  # no epoch yet
-    ticks.set_epoch(0)
-    assert list(ticks) == []  # hooks may still change what is drawn
-    ticks.draw()
-    assert list(ticks) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert list(ticks.ends) == [4, 8, 10]
-
-
-class OneRank:
-    """A channel of one rank."""
-
-    rank, world_size = 0, 1
-
-    def broadcast_indices(self, indices: list[int]) -> list[int]:
-        return indices
-
-
-class Drawing(SequentialSampler):
-    """Another order each time it is asked."""
-
-    asked = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.asked += 1
-        return iter([(i + self.asked) % 10 for i in range(10)])
-
-
-def test_an_epoch_is_drawn_once_however_often_it_is_set() -> None:
-    drawn = Drawing(range(10))
-    ticks = EpochSampler(
-        SamplerOrder(drawn, seed=0, channel=OneRank(), global_batch_size=4, drop_last=False)  # type: ignore[arg-type]
-    )
-    ticks.set_epoch(0)
-    ticks.draw()
-    first = list(ticks.indices)
-    ticks.set_epoch(0)
-    ticks.draw()
-    assert (drawn.asked, list(ticks.indices)) == (1, first)
-    ticks.set_epoch(1)
-    assert drawn.asked == 1
-    ticks.draw()
-    assert drawn.asked == 2 and list(ticks.indices) != first
+def test_its_batches_are_the_global_batches() -> None:
+    sampled = source_of(DataLoader(Squares())).sampler
+    assert len(sampled) == 3 and sampled.batch_size == 4 and not sampled.drop_last
+    assert list(sampled) == []  # no epoch yet
+    sampled.set_epoch(0)
+    assert list(sampled) == []  # hooks may still change what is drawn
+    assert list(sampled.draw()[1]) == [4, 8, 10]
+    assert list(sampled) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 # ---- batches without workers --------------------------------------------------------------------------------------
@@ -105,14 +69,10 @@ def column(batch: Any) -> list[int]:
     return batch[0].tolist()
 
 
-def source_of(data: Squares, **kwargs: Any) -> SampleSource:
-    return SampleSource(DataLoader(data, **{"batch_size": 2, **kwargs}))
-
-
 @pytest.mark.parametrize("kind", [Squares, Lists])
-def test_granted_positions_in_the_order_given(kind: type[Squares]) -> None:
+def test_assigned_positions_in_the_order_given(kind: type[Squares]) -> None:
     data = kind()
-    source = source_of(data)
+    source = source_of(DataLoader(data, batch_size=2))
     assert source.ahead == 0 and source.ahead_loader is None
     source.begin(ORDER, [])
     batch = source.batch([(8, 10), (0, 3)])
@@ -134,20 +94,11 @@ def test_a_whole_batch_dataset_gets_the_list() -> None:
 
     data = Whole()
     loader = DataLoader(data, batch_size=None, sampler=BatchSampler(SequentialSampler(range(10)), 2, False))
-    source = SampleSource(loader)
+    source = source_of(loader)
     source.begin(ORDER, [])
     assert source.batch([(0, 1), (4, 6)]).tolist() == [70, 50, 0]
     assert source.look([3, 2]).tolist() == [30, 20]
     assert source.dummy().tolist() == [70]
-
-
-def test_a_look_and_a_dummy_take_nothing_from_the_epoch() -> None:
-    data = Squares()
-    source = source_of(data, collate_fn=lambda samples: [s[0] for s in samples])
-    source.begin(ORDER, [])
-    assert source.look([4, 4, 1]) == [4, 4, 1]
-    assert source.dummy() == [7]
-    assert source.batch([(0, 2)]) == [7, 3]
 
 
 # ---- workers fetch ahead ------------------------------------------------------------------------------------------
@@ -165,7 +116,7 @@ def own(batch: Any) -> list[bool]:
 
 def fetching_ahead(rank: int, world: int, lists: bool) -> dict[str, Any]:
     data = Lists() if lists else Squares()
-    source = SampleSource(forked(data))
+    source = source_of(forked(data))
     said: dict[str, Any] = {"ahead": source.ahead}
     source.begin(ORDER, [(0, 2), (2, 4)])
     source.hint((4, 6))
@@ -175,7 +126,7 @@ def fetching_ahead(rank: int, world: int, lists: bool) -> dict[str, Any]:
     source.hint((0, 0))
     said["left over and new"] = own(source.batch([(3, 5), (8, 9)]))
     said["fill-in"] = own(source.batch([(5, 6)], due=0))
-    # Two ticks without this rank: its hints for them are stale, that for the present one stands.
+    # Two global steps without this rank: its hints for them are stale, that for the present one stands.
     source.hint((0, 0))
     source.hint((9, 10))
     said["later"] = own(source.batch([(6, 8)], due=2))
@@ -206,10 +157,10 @@ def test_hints_are_fetched_by_workers_and_all_else_here(lists: bool) -> None:
 
 def forgetting(rank: int, world: int) -> tuple[list[bool], int]:
     data = Squares(400)
-    source = SampleSource(forked(data))
+    source = source_of(forked(data))
     order = list(range(400))
     source.begin(order, [(0, 20), (20, 40)])
-    for tick in range(16):  # nothing of what was hinted is ever granted
+    for tick in range(16):  # nothing of what was hinted is ever assigned
         source.hint((20 * tick + 40, 20 * tick + 60))
         source.batch([(380, 381)])
     held = len(source._fetched)
@@ -226,7 +177,7 @@ def test_what_others_were_granted_is_forgotten_after_a_while() -> None:
 
 
 def ending(rank: int, world: int, persistent: bool) -> list[int]:
-    source = SampleSource(forked(Squares(), num_workers=2, persistent_workers=persistent))
+    source = source_of(forked(Squares(), num_workers=2, persistent_workers=persistent))
     alive: list[int] = []
     for _ in range(2):
         source.begin(ORDER, [(0, 2)] * 4)
@@ -253,27 +204,27 @@ class Strict(DataLoader):
         self.secret = secret
 
 
-def test_a_granted_loader_is_the_users_loader_but_for_its_batches() -> None:
+def test_a_assigned_loader_is_the_users_loader_but_for_its_batches() -> None:
     user = Strict(Squares(), secret=3, batch_size=2)
-    ticks, source = sampler(), SampleSource(user)
+    source = source_of(user)
     asked: list[object] = []
 
     def batches(iterator: object) -> Iterator[str]:
         asked.append(iterator)
         return iter("ab")
 
-    ticking = granted_loader(user, ticks, source, batches)
-    assert isinstance(ticking, Strict) and ticking.secret == 3 and ticking.dataset is user.dataset
+    assigned = assigned_loader(user, source, batches)
+    assert isinstance(assigned, Strict) and assigned.secret == 3 and assigned.dataset is user.dataset
     assert type(user) is Strict and len(user) == 5  # as it was
-    assert len(ticking) == 3 and ticking.batch_sampler is ticks
-    iterator = iter(ticking)
+    assert len(assigned) == 3 and assigned.batch_sampler is source.sampler
+    iterator = iter(assigned)
     assert asked == []  # only when the first batch is drawn: Lightning has not settled its counters before
     assert list(iterator) == ["a", "b"] and asked == [iterator]
-    assert ticking._iterator is None
+    assert assigned._iterator is None
 
 
 def test_without_automatic_batching_the_sampler_stands_in() -> None:
     user = DataLoader(Squares(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(10)), 2, False))
-    ticks = sampler()
-    ticking = granted_loader(user, ticks, SampleSource(user), lambda iterator: iter(()))
-    assert ticking.sampler is ticks and ticking.batch_sampler is None and len(ticking) == 3
+    source = source_of(user)
+    assigned = assigned_loader(user, source, lambda iterator: iter(()))
+    assert assigned.sampler is source.sampler and assigned.batch_sampler is None and len(assigned) == 3

@@ -1,12 +1,12 @@
-"""Batches made of granted samples: the user's loader, asked for whatever positions the server grants (layer T).
+"""Batches made of assigned samples: the user's loader, asked for whatever positions the server assigns (layer T).
 
     order of the epoch:   |   batch t   |  batch t+1  |  ...        the same on every rank
-    granted to rank r:       [----)   [-)                           spans of positions, known only when they are needed
-    fetched ahead:                         [----)                   what it will *probably* be granted (hint)
+    assigned to rank r:      [----)   [-)                          spans of positions, known only when they are needed
+    fetched ahead:                         [----)                  what it will *probably* be assigned (hint)
 
-With DataLoader workers, hints are fetched ahead in the user's own workers, sample by sample, and kept until granted; a
-granted sample that nobody has fetched is read directly. A hint is no lease: being wrong costs time, never a sample. The
-user's collate function runs in the main process, because only then the batch is known.
+With DataLoader workers, hints are fetched ahead in the user's own workers, sample by sample, and kept until they are
+assigned; a sample that was not fetched is read directly. A hint is no assignment: being wrong costs time, never a
+sample. The user's collate function runs in the main process, because only then the batch is known.
 """
 
 from __future__ import annotations
@@ -18,56 +18,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_hetero.data.batches import EpochSampler
 from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, fed_copy, keep_samples
 from lightning_hetero.data.dropped import watch_drops
 from lightning_hetero.data.loader import sampled_by
-from lightning_hetero.data.order import EpochOrder, equal_parts
+from lightning_hetero.data.order import EpochOrder
 from lightning_hetero.measure.device import page_locked
-
-
-class EpochSampler(Sampler[list[Any]]):
-    """What Lightning finds as the batch sampler of a granted loader: knows the epoch, whose order `draw` agrees on.
-
-    Args:
-        order: the epoch's global batches.
-    """
-
-    def __init__(self, order: EpochOrder) -> None:
-        self.order = order
-        self.epoch = 0
-        self.indices: Sequence[Any] = ()
-        self.ends: Sequence[int] = ()
-        self._drawn: int | None = None
-        # What Lightning and users look for on a batch sampler.
-        self.batch_size = order.global_batch_size
-        self.drop_last = order.drop_last
-        self.sampler = self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch; Lightning calls it before hooks do their part."""
-        self.epoch = epoch
-        self.order.announce(epoch)
-
-    def draw(self) -> None:
-        """Agrees on the epoch's order, on every rank, when its first batch is wanted."""
-        if self._drawn != self.epoch:
-            self.indices, self.ends = self.order.batches(self.epoch)
-            self._drawn = self.epoch
-
-    def look(self, rank: int, world_size: int) -> list[list[Any]]:
-        """Returns what stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
-        if self._drawn != self.epoch:
-            return self.order.look(self.epoch, rank, world_size)
-        return equal_parts(self.indices, self.ends, rank, world_size)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        start = 0
-        for end in self.ends:
-            yield list(self.indices[start:end])
-            start = end
 
 
 class SampleSource:
@@ -75,13 +31,16 @@ class SampleSource:
 
     Args:
         loader: the user's; not changed.
+        order: of an epoch's samples.
         counted: whether the user says what a batch counts, so that its rows need not be its samples.
 
     Attributes:
+        sampler: knows the epoch, and draws its order.
         ahead: batches to fetch ahead, as deep as the user's workers would.
     """
 
-    def __init__(self, loader: DataLoader, *, counted: bool = True) -> None:
+    def __init__(self, loader: DataLoader, order: EpochOrder, *, counted: bool = True) -> None:
+        self.sampler = EpochSampler(order)
         self._loader = loader
         self._drops = watch_drops(loader, counted)
         # With batch_size=None the dataset makes whole batches out of lists of indices: nothing to keep ahead.
@@ -108,7 +67,7 @@ class SampleSource:
 
         Args:
             indices: the epoch's order; position -> index of the dataset.
-            hints: spans likely to be granted for the next ``ahead`` batches, in order.
+            hints: spans likely to be assigned for the next ``ahead`` batches, in order.
         """
         self.end()
         self._indices = indices
@@ -125,12 +84,12 @@ class SampleSource:
         self._workers = None
 
     def hint(self, span: tuple[int, int]) -> None:
-        """Adds what will probably be granted ``ahead`` batches later."""
+        """Adds what will probably be assigned ``ahead`` batches later."""
         if self.ahead_loader is not None:
             self._units.append(span)
 
     def batch(self, spans: Sequence[tuple[int, int]], *, due: int = 1) -> Any:
-        """Returns the collated batch of the granted positions.
+        """Returns the collated batch of the assigned positions.
 
         Args:
             spans: positions ``[start, end)``, in the order they are to stand in the batch.
@@ -169,7 +128,7 @@ class SampleSource:
             samples = next(self._workers)
             self._fetched.update(zip(range(start, end), samples, strict=False))
             self._kept.append((start, end))
-            if len(self._kept) > self.ahead + 1:  # granted to others by now, as a rule
+            if len(self._kept) > self.ahead + 1:  # assigned to others by now, as a rule
                 for position in range(*self._kept.popleft()):
                     self._fetched.pop(position, None)
 
@@ -196,27 +155,23 @@ class _Units(Sampler[list[Any]]):
             yield self._unit()
 
 
-def granted_loader(
-    loader: DataLoader,
-    sampler: EpochSampler,
-    source: SampleSource,
-    batches: Callable[[object], Iterator[Any]],
+def assigned_loader(
+    loader: DataLoader, source: SampleSource, batches: Callable[[object], Iterator[Any]]
 ) -> DataLoader:
-    """Returns a copy of ``loader`` that hands out an epoch's batches of granted samples.
+    """Returns a copy of ``loader`` that hands out an epoch's batches of assigned samples.
 
     Args:
         loader: map-style; not changed.
-        sampler: knows the number of batches and the epoch.
-        source: its persistent workers are ended with the copy's.
+        source: knows the number of batches and the epoch; its persistent workers are ended with the copy's.
         batches: returns a fresh iterator for the loader's iterator that is given to it; asked when the first batch is
             drawn.
     """
-    return fed_copy(loader, _Granted(sampler, source, batches), **sampled_by(loader, sampler, sampler.order))
+    sampler = source.sampler
+    return fed_copy(loader, _Assigned(source, batches), **sampled_by(loader, sampler, sampler.order))
 
 
 @dataclass(frozen=True, slots=True)
-class _Granted(BatchFeed):
-    sampler: EpochSampler
+class _Assigned(BatchFeed):
     source: SampleSource
     batches: Callable[[object], Iterator[Any]]
 
@@ -224,7 +179,7 @@ class _Granted(BatchFeed):
         return LazyIterator(self.batches)
 
     def length(self, own: Callable[[], int]) -> int:
-        return len(self.sampler)
+        return len(self.source.sampler)
 
     @property
     def fetching(self) -> DataLoader | None:

@@ -1,0 +1,137 @@
+"""How long a rank's own computations take, and how an emulated device makes them take longer (layer T).
+
+    forward of a stage of rank r:   sleep until  work_s(r, step, samples) x (the forward part of its layers)  has passed
+
+The scenario says what a rank needs for the whole model; the profile says which part of that each layer is. With
+scenarios that stretch real work, the work done is stretched. A sleep takes no processor time, so that many emulated
+devices run truthfully on few cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.throttle import Pacer
+from lightning_hetero.measure.device import Stamp, device_of
+from lightning_hetero.pipeline.decide.schedule import Kind
+
+
+class BusyTime:
+    """Adds up what a rank's computations took on its device; of one that is asynchronous the host only starts them.
+
+    Args:
+        device: of this rank's layers.
+    """
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self._device = device_of(device)
+        self._busy_s = 0.0
+        self._in_step = False
+        self._began: Stamp | None = None
+        self._spans: list[tuple[Stamp, Stamp]] = []  # of which nobody has waited for the second
+
+    @property
+    def busy_s(self) -> float:
+        """In this training step, so far; waits for what runs on the device [s]."""
+        if self._spans:
+            self._spans[-1][1].wait()  # the others are before it
+        self._busy_s += sum(began.seconds_until(ended) for began, ended in self._spans)
+        self._spans.clear()
+        return self._busy_s
+
+    def begin(self, step: int) -> None:
+        """Starts a training step, at 0."""
+        self._busy_s, self._in_step = 0.0, True
+        self._spans.clear()
+
+    def end(self) -> None:
+        """Ends the training step."""
+        self._in_step = False
+
+    def began(self) -> float:
+        """A computation begins; returns when [s, time.perf_counter]."""
+        if self._device.asynchronous and self._in_step:
+            self._began = self._device.stamp(timing=True)
+        return time.perf_counter()
+
+    def ended(self, kind: Kind, stage: int, samples: int, began_s: float) -> None:
+        """The computation has ended that began then, see `computed`."""
+        self.computed(kind, stage, samples, time.perf_counter() - began_s)
+
+    def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
+        """Takes note of a computation.
+
+        Args:
+            kind: forward, head or backward.
+            stage: of the schedule.
+            samples: in the micro-batch.
+            elapsed_s: what it took on the host.
+        """
+        if self._began is not None:
+            began, self._began = self._began, None
+            self._spans.append((began, self._device.stamp(timing=True)))
+        else:
+            self._busy_s += elapsed_s
+
+
+class EmulatedPace(BusyTime):
+    """Sleeps for what is missing to an emulated device's time; sleep counts as computation.
+
+    The time of a computation includes the real work: an emulated device cannot be faster than that. What takes too long
+    is made up for as by every other engine, see `lightning_hetero.emulate.Pacer`.
+
+    Args:
+        device: of this rank's layers.
+        scenario: what to emulate.
+        rank: global rank.
+        step_of: returns the scenario's step from the number of batches trained so far: it may pass with time.
+        clock, sleep: seconds; injectable for tests.
+
+    Attributes:
+        parts: of the whole model's time, by kind of computation and stage; empty: this rank rests.
+        pacer: which sleeps.
+    """
+
+    def __init__(
+        self, device: torch.device, scenario: Scenario, rank: int, *, step_of: Callable[[int], int] = int,
+        clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        super().__init__(device)
+        self._scenario, self._rank, self._step_of = scenario, rank, step_of
+        self._clock, self.pacer = clock, Pacer(clock=clock, sleep=sleep)
+        self.parts: Mapping[tuple[Kind, int], float] = {}
+        self._step: int | None = None
+        self._slept_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return super().busy_s + self._slept_s
+
+    def begin(self, step: int) -> None:
+        """Starts a training step: until `end`, computations belong to it."""
+        super().begin(step)
+        self._step = self._step_of(step) if self.parts else None  # a rank at rest computes nothing
+        self._slept_s = 0.0
+
+    def end(self) -> None:
+        """Ends the training step; what follows, e.g. validation, runs at full speed."""
+        super().end()
+        self._step = None
+
+    def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
+        before_s = self._busy_s
+        super().computed(kind, stage, samples, elapsed_s)
+        if self._step is None:
+            return
+        took_s = super().busy_s - before_s
+        if self._scenario.emulated:
+            wanted_s = self._scenario.work_s(self._rank, self._step, samples) * self.parts.get((kind, stage), 0.0)
+        else:
+            wanted_s = took_s * self._scenario.stretch(self._rank, self._step)
+        began_s = self._clock()
+        self.pacer.pace(wanted_s, took_s)
+        self._slept_s += self._clock() - began_s

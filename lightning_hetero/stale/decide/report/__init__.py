@@ -1,1 +1,0 @@
-"""What the server counted, and what that says to people (layer P)."""
