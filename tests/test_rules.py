@@ -90,7 +90,6 @@ SLEEPS = {
     "ranks/pipeline::Unhurried.validation_step": "the others wait, and must not give up",
     "ranks/stale::Diary.training_step": "a device's work: ranks of unequal speed",
     "ranks/stale::Killer.on_train_batch_end": "the others come to a meeting, which says so to nobody",
-    "ranks/stale::OnTime.training_step": "a batch ends when the simulator says so",
     "simgpu/sim::_sleep_until": "a simulated device's work: what torch.cuda._sleep asks for",
     "ranks/stale::Slow.on_before_backward": "a device's work: ranks of unequal speed",
     "ranks/stale::Watched.training_step": "a device's work: ranks of unequal speed",

@@ -98,21 +98,18 @@ class Drafts:
 def borders(pipes: Pipes, busiest: Sequence[int], layers: int) -> Iterator[Pipes]:
     """Moves one border, alone or wherever pipelines share it; the borders of the busiest stages, by pipeline, first.
 
-    By 1, 2, 4, ... layers, and onto borders of the other pipelines: shared ones are synchronised in fewer rounds.
+    By 1, 2, 4, ... layers. Shared borders are synchronised in fewer rounds.
     """
     near: list[tuple[int, int, int]] = []
     for p, pipe in enumerate(pipes):
         near += [(min(abs(i - busiest[p]), abs(i - 1 - busiest[p])), p, i) for i in range(1, len(pipe.ranks))]
     for _, p, i in sorted(near):
-        cuts = pipes[p].cuts
+        border = pipes[p].cuts[i]
         most = max(2, layers // (2 * len(pipes[p].ranks)))
-        steps = [sign << k for k in range(most.bit_length()) for sign in (1, -1)]
-        foreign = {cut for q, other in enumerate(pipes) if q != p for cut in other.cuts[1:-1]}
-        shared = [q for q, other in enumerate(pipes) if cuts[i] in other.cuts]
-        near_by = sorted(foreign, key=lambda cut: (abs(cut - cuts[i]), cut))[:2]
-        for to in dict.fromkeys([*(cuts[i] + step for step in steps), *near_by]):
+        shared = [q for q, other in enumerate(pipes) if border in other.cuts]
+        for step in (sign << k for k in range(most.bit_length()) for sign in (1, -1)):
             for some in ([p], shared) if len(shared) > 1 and p == shared[0] else ([p],):
-                moved = [_recut(pipes[q], cuts[i], to) for q in some]
+                moved = [_recut(pipes[q], border, border + step) for q in some]
                 if all(moved):
                     yield _with(pipes, set(some), [pipe for pipe in moved if pipe])
 
@@ -126,7 +123,7 @@ def neighbours(pipes: Pipes, drafts: Drafts, first: Sequence[int], most_groups: 
     """Structures that differ in one respect, kinds in turn, those that concern the ranks of ``first`` first."""
     near = _Neighbours(pipes, drafts.problem, first, most_groups)
     kinds = [near.redrawn(), near.rested(), near.woken(), near.moved(), near.shifted(), near.swapped(), near.split()]
-    kinds += [near.merged(), near.aligned()]
+    kinds.append(near.merged())
     while kinds:
         for kind in list(kinds):
             change = next(kind, None)
@@ -174,9 +171,6 @@ class _Neighbours:
     def rested(self) -> Iterator[Change]:
         for _, p, left in self._working():
             yield {p}, [left] if left else []
-        for p in range(len(self._pipes) if len(self._pipes) > 2 else 0):  # a whole pipeline
-            if len(self._pipes[p].ranks) > 1:
-                yield {p}, []
 
     def woken(self) -> Iterator[Change]:
         resting = [rank for rank in self._ranks if rank not in self._home]
@@ -186,8 +180,6 @@ class _Neighbours:
             for p, pipe in enumerate(self._pipes):
                 for order in self._inserted(pipe.ranks, rank):
                     yield {p}, [order]
-        if len(resting) > 1 and self._room > 0:
-            yield set(), [tuple(resting)]
 
     def _inserted(self, order: Ranks, rank: int) -> Iterator[Ranks]:
         """Puts a rank at the end, and behind the rank which has the best link to it."""
@@ -247,15 +239,6 @@ class _Neighbours:
     def merged(self) -> Iterator[Change]:
         for p, q in combinations(range(len(self._pipes)), 2):
             yield {p, q}, [(*self._pipes[p].ranks, *self._pipes[q].ranks)]
-        if len(self._pipes) > 2:
-            yield set(range(len(self._pipes))), [tuple(rank for pipe in self._pipes for rank in pipe.ranks)]
-
-    def aligned(self) -> Iterator[Change]:
-        """Gives one pipeline the borders of another."""
-        for p, pipe in enumerate(self._pipes):
-            for cuts in dict.fromkeys(other.cuts for other in self._pipes if len(other.cuts) == len(pipe.cuts)):
-                if cuts != pipe.cuts:
-                    yield {p}, [Pipe(pipe.ranks, cuts)]
 
 
 # ---- few devices: everything there is ---------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def job(rank: int, world: int) -> dict[str, dict[str, Any]]:
         loader = None
         if name == "opaque":
             loader = DataLoader(regression(64), batch_size=8, shuffle=True, collate_fn=Opaque)
-        uneven = ThrottleCallback(Scenario(speeds=[1.0, 0.5], sample_s=2e-3))
+        uneven = ThrottleCallback(Scenario(speeds=[1.0, 0.25], sample_s=4e-3))
         found[name] = fit(rank, world, make(), strategy, loader, callbacks=[uneven], **options)
         trainer, module = found[name].pop("trainer", None), found[name].pop("module", None)
         if name == "plain":
