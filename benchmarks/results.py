@@ -28,7 +28,6 @@ class Results:
         report = json.loads((root / "benchmarks" / name / "results.json").read_text(encoding="utf-8"))
         self.name, self.root, self.raw = name, root, report["raw"]
         self.title: str = report["title"]
-        self.command: str = report["command"]
         self.rows: list[dict[str, Any]] = report["figures"]
         self.figures: dict[str, dict[str, Any]] = {figure["name"]: figure for figure in self.rows}
 
