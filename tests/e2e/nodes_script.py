@@ -72,8 +72,8 @@ class Model(LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         maps = Path("/proc/self/maps")
         for line in maps.read_text().splitlines() if maps.exists() else ():
-            if "/lightning-hetero-" in line:
-                self.files.add(Path(line.split(None, 5)[5]).name)
+            if "/memfd:lightning-hetero " in line:
+                self.files.add("the server's memory")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

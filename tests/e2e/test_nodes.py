@@ -142,4 +142,4 @@ def test_shares_of_the_balanced_engine(said: Said) -> None:
 
 def test_memory_is_shared_inside_the_servers_node_only(said: Said) -> None:
     for rank, (_, node) in PLACES.items():
-        assert said["stale"][rank]["files"] == ([] if node else ["parameters", f"slot-{rank}"])
+        assert said["stale"][rank]["files"] == ([] if node else ["the server's memory"])

@@ -192,7 +192,7 @@ def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy:
         ([BALANCED, "strategy.policy=tuning"], "no longer has policy='tuning'"),
         ([BALANCED, "+strategy.cooldown=2"], "no longer has cooldown=: the guard"),
         ([BALANCED, "controller=lyapunov"], "LoadBalancedStrategy no longer has controller=: a budget on plain data"),
-        ([STALE, "controller=lyapunov"], "BoundedStalenessStrategy takes no controller"),
+        ([STALE, "controller=lyapunov"], "BoundedStalenessStrategy no longer has controller=: ranks ask"),
         ([STALE, "strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
         ([STALE, "strategy.policy=quorum"], "policy='quorum' is no longer part of the package"),
         ([STALE, "strategy.policy=asp", "strategy.grace=0.1"], "policy='asp' has no use for grace=0.1; drop it, or"),

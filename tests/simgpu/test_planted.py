@@ -24,7 +24,7 @@ FAULTS = {
     _HOST: ("torch.cuda.Event.synchronize",),
     _STREAMS: ("torch.cuda.Event.wait", "torch.cuda.Stream.wait_event", "torch.cuda.Stream.wait_stream"),
     _ALLOCATOR: ("torch.Tensor.record_stream",),
-    _LANDED: ("lightning_hetero.stale.runtime.work.images.Image.hold",),
+    _LANDED: ("lightning_hetero.stale.runtime.work.gradient_writer.Image.hold",),
 }
 
 
