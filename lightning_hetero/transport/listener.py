@@ -52,6 +52,7 @@ from lightning_hetero.transport.sockets import (
 
 _log = logging.getLogger(__name__)
 
+_HELLO_S = 10.0  # after which one that has connected and said nothing may be dropped
 _LAST_WORDS_S = 2.0  # for bodies that are under way when the server ends
 _READ_BYTES = 1 << 18
 
@@ -202,6 +203,9 @@ class Listener:
                 self._flush(peer)
 
     def _accept(self, door: socket.socket) -> None:
+        oldest_s = time.monotonic() - _HELLO_S
+        for silent in [peer for peer in self._peers if peer.rank is None and peer.since_s < oldest_s]:
+            self._refuse(silent, f"said nothing for {_HELLO_S:g} s")
         try:
             connection, _ = door.accept()
         except OSError:  # gone again already, or no descriptors left: the next event tries again

@@ -34,6 +34,7 @@ class Peer:
 
     Attributes:
         challenge: what it has to prove that it knows the run's secret with.
+        since_s: when it connected [s].
         inbox, outbox: what was read and not understood yet; what is to be sent.
         busy: what a thread does with the socket: "sends", "receives"; empty: there is none.
         watched: events that the selector looks at the socket for.
@@ -43,7 +44,7 @@ class Peer:
         self, connection: socket.socket, pid: int, welcome: frozenset[int], tell: Callable[[Peer, str | None], None]
     ) -> None:
         self.connection, self.pid, self.welcome, self._tell = connection, pid, welcome, tell
-        self.challenge = secrets.token_hex(16)
+        self.challenge, self.since_s = secrets.token_hex(16), time.monotonic()
         self.rank: int | None = None
         self.pidfd: int | None = None
         self.inbox = bytearray()

@@ -309,6 +309,16 @@ def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"user {os.getuid() + 1} is not the user" in answer.text and events == []
 
 
+def test_who_says_nothing_is_dropped_when_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_place("shared_memory") as place, socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(place.address.partition("#")[0].removeprefix("unix:").replace("@", "\0"))
+        assert place.listener.events(0.02) == []
+        monkeypatch.setattr(listeners, "_HELLO_S", 0.0)
+        visit(place, lambda challenge, token: sockets.hello(7, challenge, token))
+        said = b"".join(iter(lambda: silent.recv(1 << 16), b""))
+        assert b"said nothing" in said
+
+
 def test_a_server_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_place("shared_memory") as place:
         monkeypatch.setattr(link_module, "peer_credentials", lambda connection: (1, os.getuid() + 1))
