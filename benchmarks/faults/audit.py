@@ -44,7 +44,7 @@ class Audit:
         self._pushes: list[_Push] = []
         self._before = np.zeros((2 * self._rows, len(columns)))
         self._version = 0
-        self._ticks: dict[tuple[int, int], int] = {}
+        self._global_steps: dict[tuple[int, int], int] = {}
 
     def violated(self, text: str) -> None:
         """A promise is broken."""
@@ -63,12 +63,12 @@ class Audit:
         if version < granted:
             self.violated(f"rank {rank} was granted version {granted} and found {version} published")
 
-    def passed(self, rank: int, epoch: int, tick: int) -> None:
-        """A tick is over for a rank."""
-        before = self._ticks.get((rank, epoch), -1)
-        if tick != before + 1:
-            self.violated(f"rank {rank} went from tick {before} to {tick} in epoch {epoch}")
-        self._ticks[rank, epoch] = tick
+    def passed(self, rank: int, epoch: int, global_step: int) -> None:
+        """A global step is over for a rank."""
+        before = self._global_steps.get((rank, epoch), -1)
+        if global_step != before + 1:
+            self.violated(f"rank {rank} went from global step {before} to {global_step} in epoch {epoch}")
+        self._global_steps[rank, epoch] = global_step
 
     # ---- what the server publishes ----------------------------------------------------------------------------
 

@@ -65,13 +65,13 @@ class Case:
     Attributes:
         seed: of it all.
         policy: makes a policy.
-        ends: of the ticks of each epoch, cumulative samples.
+        ends: of the global steps of each epoch, cumulative samples.
         sample_s, start_s: per rank, time of a sample, and of a chunk besides [s].
         noise: spread of these times.
         slow_messages, long_s: see `Delays`.
         lag_s: longest time the server takes to look at what has come [s].
-        validate_every: ticks between two validations; 0: none.
-        save_every: ticks between two checkpoints of the lowest rank, while others train; 0: none.
+        validate_every: global steps between two validations; 0: none.
+        save_every: global steps between two checkpoints of the lowest rank, while others train; 0: none.
         substeps: optimizer steps per batch (manual optimization); 0: automatic optimization.
         ahead: see `Coordinator`.
         faults: what goes wrong.

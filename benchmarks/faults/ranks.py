@@ -320,23 +320,23 @@ class Rank:
         case, worker = self.simulation.case, self._worker
         worker.begin_epoch(epoch, ends)
         words: deque[int] = deque()
-        for tick in range(len(ends)):
+        for global_step in range(len(ends)):
             if not words:
-                reply = worker.claim(epoch, tick)
-                while reply.kind is Say.GRANT:
-                    reply = self._chunk(epoch, tick, reply)
+                reply = worker.claim(epoch, global_step)
+                while reply.kind is Say.ASSIGNED:
+                    reply = self._chunk(epoch, global_step, reply)
                 words.extend(reply.numbers)
             words.popleft()
             if not words:
                 worker.pull()
-            self.simulation.audit.passed(self.number, epoch, tick)
-            if case.save_every and (tick + 1) % case.save_every == 0 and self.members.is_lowest:
+            self.simulation.audit.passed(self.number, epoch, global_step)
+            if case.save_every and (global_step + 1) % case.save_every == 0 and self.members.is_lowest:
                 assert self.session is not None
                 self.session.fetch_state()
-            if case.validate_every and (tick + 1) % case.validate_every == 0:
+            if case.validate_every and (global_step + 1) % case.validate_every == 0:
                 self._validate()
 
-    def _chunk(self, epoch: int, tick: int, grant: Reply) -> Reply:
+    def _chunk(self, epoch: int, global_step: int, grant: Reply) -> Reply:
         """Computes what is granted and pushes it; returns the answer."""
         simulation, worker, process = self.simulation, self._worker, self.process
         version = worker.pull()
@@ -344,7 +344,7 @@ class Rank:
         chunk = Chunk(grant)
         if not chunk.samples:
             process.sleep(0.01)
-            return worker.claim(epoch, tick)
+            return worker.claim(epoch, global_step)
         positions: list[int] = []
         for piece in chunk.pieces[:1] if simulation.case.substeps else chunk.pieces:
             if positions and worker.wants_return(grant):
@@ -356,7 +356,8 @@ class Rank:
             simulation.error_raised()
             raise ArithmeticError("an error in the user's code")
         said = Request(
-            kind=Ask.PUSH, epoch=epoch, tick=tick, lease=grant.lease, samples=len(positions), weight=1.0
+            kind=Ask.PUSH, epoch=epoch, global_step=global_step, assignment=grant.assignment,
+            samples=len(positions), weight=1.0
         )  # fmt: skip
         substeps = simulation.case.substeps
         for k in range(substeps):

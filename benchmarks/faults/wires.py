@@ -205,7 +205,8 @@ def _words(event: Happened) -> str:
     if not isinstance(event, Arrived):
         return ""
     r = event.request
-    return f" {r.kind.name} epoch {r.epoch} tick {r.tick} substep {r.substep} lease {r.lease} samples {r.samples}"
+    where = f"epoch {r.epoch} global step {r.global_step} substep {r.substep}"
+    return f" {r.kind.name} {where} assignment {r.assignment} samples {r.samples}"
 
 
 class MemoryListener:
@@ -234,8 +235,8 @@ class MemoryListener:
         return events
 
     def reply(self, rank: int, reply: Reply) -> None:
-        self._wires.note("server", f"-> {rank} {reply.kind.name} tick {reply.tick} version {reply.version}"
-                                   f" lease {reply.lease} {list(reply.numbers)}")  # fmt: skip
+        where = f"global step {reply.global_step} version {reply.version} assignment {reply.assignment}"
+        self._wires.note("server", f"-> {rank} {reply.kind.name} {where} {list(reply.numbers)}")
         self._wires.deliver(rank, reply)
 
     def gradient(self, rank: int, slot: int) -> Tensor:

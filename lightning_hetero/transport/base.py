@@ -30,10 +30,10 @@ M = TypeVar("M", bound="_Message")
 class Ask(IntEnum):
     """What a worker wants."""
 
-    EPOCH = 1  # begin an epoch; payload: ends of its ticks in samples
-    CLAIM = 2  # work for `tick`
-    PUSH = 3  # the slot holds the gradients of `lease`; if FINAL also a claim for the same tick
-    MEET = 5  # answered when every live worker has asked for it with the same `tick` (a meeting number)
+    EPOCH = 1  # begin an epoch; payload: ends of its global steps in samples
+    CLAIM = 2  # work for `global step`
+    PUSH = 3  # the slot holds the gradients of `assignment`; if FINAL also a claim for the same global step
+    MEET = 5  # answered when every live worker has asked for it with the same `global step` (a meeting number)
     STATE = 6  # of optimizers and epoch; payload: the version it has, to get newer parameters, too; see share_state
     ABORT = 7  # this worker failed; text says why: everybody is told
     LEAVE = 8  # this worker is done
@@ -46,8 +46,8 @@ class Ask(IntEnum):
 class Say(IntEnum):
     """What the server answers."""
 
-    GRANT = 1  # payload: spans, flat
-    PASSED = 2  # `tick` is the server's; payload: one `Word` per tick gone by
+    ASSIGNED = 1  # payload: spans, flat
+    PASSED = 2  # `global step` is the server's; payload: one `Word` per global step gone by
     APPLIED = 3  # a sub-step was applied (or not: version tells); go on
     MET = 4  # payload: ranks alive
     DONE = 5
@@ -64,17 +64,17 @@ class _Message:
 
     Attributes:
         kind: what it is.
-        epoch, tick: where the sender is.
+        epoch, global_step: where the sender is; of a meeting, its number.
         lease: the grant it is about.
         flags: bits, see `PushFlag` and `ReplyFlag`.
-        numbers: 64-bit integers, e.g. the ends of ticks, or flat spans.
+        numbers: 64-bit integers, e.g. the ends of global steps, or flat spans.
         text: words for people, or JSON.
     """
 
     kind: IntEnum
     epoch: int = 0
-    tick: int = 0
-    lease: int = 0
+    global_step: int = 0
+    assignment: int = 0
     flags: int = 0
     numbers: Sequence[int] = ()
     text: str = ""

@@ -8,7 +8,7 @@ from enum import IntFlag
 class PushFlag(IntFlag):
     """Bits of `Request.flags` of a push; of a claim only the last one.
 
-    FINAL: the last push of the batch; it is a claim for the same tick, too.
+    FINAL: the last push of the batch; it is a claim for the same global step, too.
     OVERFLOW: gradients overflowed under mixed precision (AMP); the whole update is skipped, as under DDP.
     MEASURES: the answer that the batch is over is to bring what the server has counted.
     MORE: other optimizer steps of the same batch probably follow, whose gradients depend on this one.
@@ -32,7 +32,7 @@ class ReplyFlag(IntFlag):
 
 
 class Word:
-    """What a tick did, in one integer: the number of optimizer steps, and whether an overflow skipped them.
+    """What a global step did, in one integer: the number of optimizer steps, and whether an overflow skipped them.
 
     >>> word = Word.of(steps=2, overflow=True)
     >>> Word.steps(word), Word.overflowed(word)
@@ -48,7 +48,7 @@ class Word:
 
     @classmethod
     def steps(cls, word: int) -> int:
-        """Returns how many optimizer steps the tick made."""
+        """Returns how many optimizer steps the global step made."""
         return word & (cls._OVERFLOW - 1)
 
     @classmethod

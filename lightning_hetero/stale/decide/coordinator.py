@@ -307,7 +307,7 @@ class Coordinator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over version and speeds; `begin` with the state's ``applied`` and ``tick`` resumes its epoch."""
+        """Takes over version and speeds; `begin` with the state's ``applied`` and ``global step`` resumes its epoch."""
         self._dispatch.version = int(state["version"])
         self._resumed = {int(state.get("epoch", -1)): state.get("substeps", {})}
         self._step.smoothed_s = float(state["step_s"])

@@ -154,8 +154,8 @@ class GlobalSteps:
             here = self._resume.get("epoch") == at.epoch and self._resume.get("tick") == first
             spans = self._resume["spans"] if here else [(0, trained[first - 1])]
             spans = leaving(len(trained) - first, spans, trained[-1])
-        reply = self.worker.begin_epoch(at.epoch, trained, tick=first, applied=spans)
-        self._seen = reply.tick - 1
+        reply = self.worker.begin_epoch(at.epoch, trained, global_step=first, applied=spans)
+        self._seen = reply.global_step - 1
         source.begin(indices, pairs(reply.numbers))
 
     def _last(self, steps: int) -> int:
@@ -175,7 +175,7 @@ class GlobalSteps:
         if not self._words:
             asked_s = time.perf_counter()
             reply = self.claim()
-            if reply.kind is Say.GRANT:
+            if reply.kind is Say.ASSIGNED:
                 self.parts.begin_batch(counts=bool(reply.numbers))
                 return self.open(reply, wait_s=time.perf_counter() - asked_s)
             self._words.extend(reply.numbers)
@@ -227,7 +227,7 @@ class GlobalSteps:
             top_up: it is not the first in this global step.
         """
         self.worker.pull()
-        gone_by = max(0, reply.tick - self._seen)
+        gone_by = max(0, reply.global_step - self._seen)
         for missed in reversed(range(gone_by)):  # one hint per global step; for those this rank missed it is too late
             self.source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
         self._seen += gone_by

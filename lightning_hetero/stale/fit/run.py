@@ -235,8 +235,8 @@ class StaleRun(ElasticRun[AssignedBinder]):
         applied = {}
         if self.loop is not None and server:
             # Lightning's global step: while a rank fails, the others may go on, and the server with them.
-            tick = min(server["tick"], compat.batches_trained(self.trainer))
-            applied = {"epoch": server["epoch"], "tick": tick, "spans": server["applied"]}
+            global_step = min(server["tick"], compat.batches_trained(self.trainer))
+            applied = {"epoch": server["epoch"], "tick": global_step, "spans": server["applied"]}
         own = {"world_size": self._members.world_size, "applied": applied, "server": server}
         return {**self.binder.state_dict(), **own}
 

@@ -246,7 +246,7 @@ class StepLoop:
             train: trains a top-up chunk, and returns its outputs.
         """
         self._more_micro_batches(optimizer)
-        while (reply := self._push_or_claim(steps)).kind is Say.GRANT:
+        while (reply := self._push_or_claim(steps)).kind is Say.ASSIGNED:
             with self._top_up(reply) as batch:
                 self._claims.parts.ended(train(batch), batch, self._work.piece_samples)
                 self._more_micro_batches(optimizer)
@@ -322,7 +322,8 @@ class StepLoop:
             return computed[0]
 
         request = Request(
-            kind=Ask.PUSH, epoch=at.epoch, tick=at.global_step, substep=work.substep, lease=work.grant.lease,
+            kind=Ask.PUSH, epoch=at.epoch, global_step=at.global_step, substep=work.substep,
+            assignment=work.grant.assignment,
             samples=work.computed, weight=work.weight, flags=flags, steps=steps, zeroes=zeroes,
         )  # fmt: skip
         reply = self._worker.push(request, compute_s)

@@ -25,12 +25,12 @@ class EpochBegin:
 
     Attributes:
         layout: digest of its layout.
-        tick: first tick.
+        global_step: the first.
         applied: samples that are applied already.
     """
 
     layout: str
-    tick: int
+    global_step: int
     applied: tuple[Span, ...]
 
     def text(self) -> str:
@@ -43,7 +43,7 @@ class EpochBegin:
         with _understanding(text):
             said = json.loads(text)
             spans = tuple((int(start), int(end)) for start, end in said["applied"])
-            return cls(str(said["layout"]), int(said["tick"]), spans)
+            return cls(str(said["layout"]), int(said["global_step"]), spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,7 @@ class Loop:
             assert first.staleness == self.it_version_before(effects) - assigned.base
             self.pooled.append((first, used))
         assert alive, "an assignment that was void is accepted"
-        self.witnessed = self.witnessed or worker.global_step == self.tick_before(effects)
+        self.witnessed = self.witnessed or worker.global_step == self.step_before(effects)
         for assignment in list(self.out):
             if self.assignments[assignment].spans == assigned.spans:
                 self.out.discard(assignment)
@@ -319,7 +319,7 @@ class Loop:
     def it_version_before(self, effects: list[Effect]) -> int:
         return self.it.version - sum(isinstance(e, Updated) for e in effects)
 
-    def tick_before(self, effects: list[Effect]) -> int:
+    def step_before(self, effects: list[Effect]) -> int:
         return self.it.global_step - sum(isinstance(e, Updated) and e.ends_step for e in effects)
 
     def on_accepted(self, accepted: Accepted) -> None:

@@ -160,8 +160,8 @@ def forgetting(rank: int, world: int) -> tuple[list[bool], int]:
     source = source_of(forked(data))
     order = list(range(400))
     source.begin(order, [(0, 20), (20, 40)])
-    for tick in range(16):  # nothing of what was hinted is ever assigned
-        source.hint((20 * tick + 40, 20 * tick + 60))
+    for global_step in range(16):  # nothing of what was hinted is ever assigned
+        source.hint((20 * global_step + 40, 20 * global_step + 60))
         source.batch([(380, 381)])
     held = len(source._fetched)
     recent = own(source.batch([(319, 320), (0, 1)], due=0))

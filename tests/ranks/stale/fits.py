@@ -18,7 +18,7 @@ from tests.ranks.kit import Toy, Weights, rank_trainer, stale, weights
 
 @dataclass
 class Seen:
-    """What one rank did: the indices of each batch it trained, by (epoch, tick), and the server's counts per epoch.
+    """What one rank did: the indices of each batch that it trained, by (epoch, global step), and the server's counts.
 
     ``counts`` are totals: (accepted, discarded) samples of all ranks.
     """
@@ -86,11 +86,11 @@ def fit(
 
 
 def ticks(ranks: Sequence[Seen]) -> list[list[int]]:
-    """The samples of each tick, sorted."""
+    """The samples of each global step, sorted."""
     found: dict[tuple[int, int], list[int]] = {}
     for rank in ranks:
-        for epoch, tick, indices in rank.batches:
-            found.setdefault((epoch, tick), []).extend(indices)
+        for epoch, global_step, indices in rank.batches:
+            found.setdefault((epoch, global_step), []).extend(indices)
     return [sorted(found[place]) for place in sorted(found)]
 
 
@@ -119,7 +119,7 @@ class Late(Callback):
     def __init__(self, rank: int, at: str, versions: int, *, patience_s: float = 2.0) -> None:
         self.rank, self.at, self.versions, self.patience_s = rank, at, versions, patience_s
         self.epoch = -1
-        self.passed = 0  # ticks without a batch
+        self.passed = 0  # global steps without a batch
 
     def wait(self, trainer: Any) -> None:
         if trainer.global_rank == self.rank:

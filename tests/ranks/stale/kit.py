@@ -56,7 +56,7 @@ def spans(numbers: Sequence[int]) -> list[int]:
 
 
 def ends_of(samples: int, batch: int) -> list[int]:
-    """Returns the ticks' ends of an epoch."""
+    """Returns the global steps' ends of an epoch."""
     return [min(samples, end) for end in range(batch, samples + batch, batch)]
 
 
@@ -74,9 +74,9 @@ class Pusher(Worker):
         super().__init__(*args, **kwargs)
         self._place, self._grant, self._substep = (0, 0), Reply(kind=Say.PASSED), 0
 
-    def claim(self, epoch: int, tick: int) -> Reply:
-        self._place = epoch, tick
-        return self.granted(super().claim(epoch, tick))
+    def claim(self, epoch: int, global_step: int) -> Reply:
+        self._place = epoch, global_step
+        return self.granted(super().claim(epoch, global_step))
 
     def granted(self, reply: Reply) -> Reply:
         """Takes the answer to a claim, however that was made."""
@@ -86,7 +86,8 @@ class Pusher(Worker):
     def push(self, flags: PushFlag = PushFlag.FINAL, **said: Any) -> Reply:  # type: ignore[override]
         samples = said.get("samples", len(spans(self._grant.numbers)))
         values = {
-            "epoch": self._place[0], "tick": self._place[1], "substep": self._substep, "lease": self._grant.lease,
+            "epoch": self._place[0], "global_step": self._place[1], "substep": self._substep,
+            "assignment": self._grant.assignment,
             "samples": samples, "weight": float(samples), **said,
         }  # fmt: skip
         self._substep += 1
@@ -100,7 +101,7 @@ class Trainee:
 
     Attributes:
         log: (lease, base, positions) of every final push.
-        words: of each tick gone by.
+        words: of each global step gone by.
         texts: notices of the server.
     """
 
@@ -109,32 +110,32 @@ class Trainee:
     optimizers: Sequence[Optimizer]
     worker: Pusher
     step: Step
-    before: Callable[[Trainee, int, int], None] = lambda trainee, epoch, tick: None
+    before: Callable[[Trainee, int, int], None] = lambda trainee, epoch, global_step: None
     log: list[tuple[int, int, list[int]]] = field(default_factory=list)
     words: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    tick: int = 0
+    global_step: int = 0
 
-    def epoch(self, epoch: int, ends: Sequence[int], *, tick: int = 0, applied: Any = ()) -> None:
-        """Goes through the ticks of an epoch."""
-        reply = self.worker.begin_epoch(epoch, ends, tick=tick, applied=applied)
-        self.tick = tick
-        while self.tick < len(ends):
-            self.before(self, epoch, self.tick)
-            reply = self.worker.claim(epoch, self.tick)
-            while reply.kind is Say.GRANT:
+    def epoch(self, epoch: int, ends: Sequence[int], *, global_step: int = 0, applied: Any = ()) -> None:
+        """Goes through the global steps of an epoch."""
+        reply = self.worker.begin_epoch(epoch, ends, global_step=global_step, applied=applied)
+        self.global_step = global_step
+        while self.global_step < len(ends):
+            self.before(self, epoch, self.global_step)
+            reply = self.worker.claim(epoch, self.global_step)
+            while reply.kind is Say.ASSIGNED:
                 self.texts += [reply.text] if reply.text else []
                 self.worker.pull()
                 positions = spans(reply.numbers)
                 if positions:
-                    self.log.append((reply.lease, reply.version, positions))
+                    self.log.append((reply.assignment, reply.version, positions))
                     reply = self.step(self, reply, positions)
                 else:
-                    reply = self.worker.claim(epoch, self.tick)
+                    reply = self.worker.claim(epoch, self.global_step)
             self.texts += [reply.text] if reply.text else []
             assert reply.kind is Say.PASSED and reply.numbers
             self.words += reply.numbers
-            self.tick += len(reply.numbers)
+            self.global_step += len(reply.numbers)
 
 
 def automatic(
@@ -148,13 +149,13 @@ def automatic(
     """Returns what Lightning's automatic optimization does in a batch."""
 
     def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
-        tick = trainee.tick
+        global_step = trainee.global_step
         loss = loss_of(trainee.model, x[positions], y[positions]) / accumulate
         loss.backward()
-        steps = int((tick + 1) % accumulate == 0)
+        steps = int((global_step + 1) % accumulate == 0)
         if steps and "clip" in options:
             trainee.worker.clip(0, options["clip"])
-        return trainee.worker.push(steps=steps, zeroes=int(tick % accumulate == 0))
+        return trainee.worker.push(steps=steps, zeroes=int(global_step % accumulate == 0))
 
     return step
 
@@ -382,7 +383,7 @@ class Script:
                 self.now_s = max(self.now_s, wake_s)
                 server.wake(self.now_s)
             else:
-                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.global_step}")
+                raise RuntimeError(f"deadlock at {self.now_s} s in global step {server.coordinator.global_step}")
             for rank, reply in sorted(self.replies.items()):
                 del self.replies[rank]
                 self._resume(rank, reply, queue)
@@ -394,7 +395,7 @@ class Script:
         link.answer = reply
         link.go.release()
         link.asked.acquire()
-        samples = len(spans(reply.numbers)) if reply.kind is Say.GRANT else 0
+        samples = len(spans(reply.numbers)) if reply.kind is Say.ASSIGNED else 0
         busy_s = self.work_s(rank, samples, self.now_s) if samples else 0.0
         if reply.kind is Say.APPLIED:
             busy_s = self.rest_s(rank, self.now_s)

@@ -39,7 +39,7 @@ class Note(WorkerLink):
         self.version = 0
         self.published = torch.zeros(layout.bytes, dtype=torch.uint8)
         self.reads = 0
-        self.reply: Reply = Reply(kind=Say.GRANT, lease=1, numbers=(0, 4))
+        self.reply: Reply = Reply(kind=Say.ASSIGNED, assignment=1, numbers=(0, 4))
 
     def open_slot(self) -> None:
         assert not self.calls or self.calls[-1] == "closed", "opened twice"

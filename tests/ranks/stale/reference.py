@@ -58,12 +58,12 @@ def plain(
     model = copy.deepcopy(model)
     (optimizer,) = make(model)
     for epoch in range(EPOCHS):
-        for tick, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            before(optimizer, epoch * len(ends) + tick)
-            if tick % accumulate == 0:
+        for global_step, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            before(optimizer, epoch * len(ends) + global_step)
+            if global_step % accumulate == 0:
                 optimizer.zero_grad()
             (loss(model, x[start:end], y[start:end]) / accumulate).backward()
-            if (tick + 1) % accumulate == 0:
+            if (global_step + 1) % accumulate == 0:
                 if clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
@@ -95,7 +95,7 @@ def replay_joining(setting: Setting, script: Script, x: Tensor, y: Tensor) -> nn
     """The same where late contributions join the mean of the update they come to."""
     model = copy.deepcopy(setting.initial)
     (optimizer,) = setting.make(model)
-    positions = {lease: some for t in script.trainees for lease, _, some in t.log}
+    positions = {assignment: some for t in script.trainees for assignment, _, some in t.log}
     history = [copy.deepcopy(model)]
     for updated in setting.coordinator.updates:
         optimizer.zero_grad()
@@ -124,7 +124,7 @@ def replay_completing(setting: Setting, script: Script, x: Tensor, y: Tensor) ->
     """
     model = copy.deepcopy(setting.initial)
     (optimizer,) = setting.make(model)
-    positions = {lease: some for t in script.trainees for lease, _, some in t.log}
+    positions = {assignment: some for t in script.trainees for assignment, _, some in t.log}
     history = [copy.deepcopy(model)]
     computed: dict[int, list[list[Tensor]]] = {}  # version -> gradient of each sample that was computed with it
     late = 0

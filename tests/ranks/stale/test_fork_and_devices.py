@@ -61,13 +61,14 @@ def served(cls: type[Optimizer]) -> Tensor:
     try:
         worker.pull()
         worker.begin_epoch(0, [2, 4])
-        for tick, gradient in enumerate(gradients):
-            grant = worker.claim(0, tick)
-            assert grant.kind is Say.GRANT
+        for global_step, gradient in enumerate(gradients):
+            grant = worker.claim(0, global_step)
+            assert grant.kind is Say.ASSIGNED
             worker.pull()
             model.weight.grad = gradient
             pushed = Request(
-                kind=Ask.PUSH, flags=PushFlag.FINAL, tick=tick, lease=grant.lease, samples=2, weight=2.0, steps=1,
+                kind=Ask.PUSH, flags=PushFlag.FINAL, global_step=global_step, assignment=grant.assignment, samples=2,
+                weight=2.0, steps=1,
                 zeroes=1,
             )  # fmt: skip
             worker.push(pushed, lambda: 0.1)

@@ -68,7 +68,7 @@ def opened(workers: int, *connected: int, **limits: float) -> tuple[ParameterSer
 
 
 def meets(rank: int, number: int = 1) -> Arrived:
-    return Arrived(rank, Request(kind=Ask.MEET, tick=number, text="epoch ends"))
+    return Arrived(rank, Request(kind=Ask.MEET, global_step=number, text="epoch ends"))
 
 
 def let_pass(server: ParameterServer, until_s: float) -> None:

@@ -56,11 +56,11 @@ def gan_plain(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
     model = copy.deepcopy(model)
     g, d = two_optimizers(model)
     for _ in range(EPOCHS):
-        for tick, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
+        for global_step, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
             g.zero_grad()
             mse(model, x[a:b], y[a:b]).backward()  # leaves gradients at d, too
             g.step()
-            if tick % 2 == 0:  # else the generator's loss stays in d's gradient
+            if global_step % 2 == 0:  # else the generator's loss stays in d's gradient
                 d.zero_grad()
             adversary(model, x[a:b], y[a:b]).backward()
             nn.utils.clip_grad_norm_(d_of(model), 0.2)
@@ -81,7 +81,7 @@ def gan_step(x: Tensor, y: Tensor) -> Callable[[Trainee, Reply, list[int]], Repl
         worker.pull()
         adversary(trainee.model, a, b).backward()
         worker.clip(1, 0.2)
-        return worker.push(PushFlag.FINAL, steps=0b10, zeroes=0b10 if trainee.tick % 2 == 0 else 0)
+        return worker.push(PushFlag.FINAL, steps=0b10, zeroes=0b10 if trainee.global_step % 2 == 0 else 0)
 
     return step
 
@@ -170,9 +170,9 @@ class Ledger:
         add = batch.add_substep
 
         def noting(rank: int, request: Any, *args: Any, **said: Any) -> Any:
-            lease = coordinator.assignment(rank, request.lease)
-            if lease is not None and said.get("counts", True):
-                self._base.update({p: lease.base for start, end in lease.spans for p in range(start, end)})
+            assignment = coordinator.assignment(rank, request.assignment)
+            if assignment is not None and said.get("counts", True):
+                self._base.update({p: assignment.base for start, end in assignment.spans for p in range(start, end)})
             return add(rank, request, *args, **said)
 
         batch.add_substep = noting  # type: ignore[method-assign]
@@ -245,7 +245,8 @@ def test_what_counts_already_is_known_to_a_server_that_goes_on_from_the_state() 
     coordinator.load_state_dict(before.state_dict())
     applied = [(0, 6)]
     Script(
-        ledger.setting, ledger.step, lambda t: t.epoch(0, ends_of(SAMPLES, 6), tick=1, applied=applied), workers=1,
+        ledger.setting, ledger.step, lambda t: t.epoch(0, ends_of(SAMPLES, 6), global_step=1, applied=applied),
+        workers=1,
         work_s=equal_speed,
     ).run()  # fmt: skip
     rest = dict.fromkeys(range(6, SAMPLES), 1)

@@ -221,13 +221,13 @@ def test_clipping_travels_with_the_next_push_only() -> None:
 
 def test_saps_return_is_asked_for_by_the_version_gap() -> None:
     _, link, worker = start()
-    grant = Reply(kind=Say.GRANT, version=5, flags=4, numbers=(0, 8), micro=2)
+    grant = Reply(kind=Say.ASSIGNED, version=5, flags=4, numbers=(0, 8), micro=2)
     asked = []
     for version in range(5, 11):
         link.version = version
         asked.append(worker.wants_return(grant))
     assert asked == [False] * 4 + [True] * 2
-    assert not worker.wants_return(Reply(kind=Say.GRANT, version=5))
+    assert not worker.wants_return(Reply(kind=Say.ASSIGNED, version=5))
 
 
 def test_a_module_on_several_devices_is_refused() -> None:

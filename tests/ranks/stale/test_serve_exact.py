@@ -58,16 +58,16 @@ def test_training_is_that_of_one_process(case: str, policy: Policy, workers: int
     )
     for trainee in script.trainees:
         if "before" in options:
-            trainee.before = lambda t, epoch, tick: options["before"](
-                t.optimizers[0], epoch * len(ENDS) + tick
+            trainee.before = lambda t, epoch, global_step: options["before"](
+                t.optimizers[0], epoch * len(ENDS) + global_step
             )
     script.run()
     assert differ(expected, setting.model) <= (0.0 if workers == 1 else 1e-12)
     assert setting.coordinator.version == EPOCHS * len(ENDS)
     assert setting.server.counts.staleness == {0: EPOCHS * SAMPLES}
-    per_tick = [int((t + 1) % options.get("accumulate", 1) == 0) for t in range(len(ENDS))]
+    per_step = [int((t + 1) % options.get("accumulate", 1) == 0) for t in range(len(ENDS))]
     for trainee in script.trainees:
-        assert [Word.steps(w) for w in trainee.words] == per_tick * EPOCHS
+        assert [Word.steps(w) for w in trainee.words] == per_step * EPOCHS
         trainee.worker.pull()
         assert differ(setting.model, trainee.model) == 0.0
 

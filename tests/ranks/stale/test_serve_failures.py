@@ -35,11 +35,11 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 def test_an_overflow_anywhere_skips_the_whole_update_and_everybody_knows() -> None:
     x, y = data(5)
-    bad_tick = 2
+    bad_step = 2
 
     def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
         mse(trainee.model, x[positions], y[positions]).backward()
-        overflow = trainee.rank == 1 and trainee.tick == bad_tick
+        overflow = trainee.rank == 1 and trainee.global_step == bad_step
         if overflow:
             for p in trainee.model.parameters():
                 assert p.grad is not None
@@ -52,17 +52,17 @@ def test_an_overflow_anywhere_skips_the_whole_update_and_everybody_knows() -> No
     script = Script(setting, step, epochs, workers=3, work_s=equal_speed).run()
     expected, (optimizer,) = (other := copy.deepcopy(model)), sgd(other)
     for _ in range(EPOCHS):
-        for tick, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
+        for global_step, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
             optimizer.zero_grad()
             mse(expected, x[a:b], y[a:b]).backward()
-            if tick != bad_tick:
+            if global_step != bad_step:
                 optimizer.step()
     assert differ(expected, setting.model) <= 1e-12
     assert setting.coordinator.version == EPOCHS * len(ENDS)
     assert setting.server.counts.overflows == EPOCHS
     word = Word.of(steps=1, overflow=True)
     for trainee in script.trainees:
-        assert trainee.words == [word if t == bad_tick else 1 for t in range(len(ENDS))] * EPOCHS
+        assert trainee.words == [word if t == bad_step else 1 for t in range(len(ENDS))] * EPOCHS
 
 
 @pytest.mark.parametrize("policy", [Flexible(), Bsp(), Asp()], ids=str)
@@ -77,8 +77,8 @@ def test_the_others_finish_the_epoch_of_a_dead_worker(policy: Policy) -> None:
 
     script = Script(setting, automatic(x, y, mse), body, workers=3, work_s=equal_speed, kill={2: 4.0}).run()
     applied = [c.assignment for u in setting.coordinator.updates for c in u.contributions]
-    positions = {lease: some for t in script.trainees for lease, _, some in t.log}
-    assert sorted(p for lease in applied for p in positions[lease]) == list(range(SAMPLES))
+    positions = {assignment: some for t in script.trainees for assignment, _, some in t.log}
+    assert sorted(p for assignment in applied for p in positions[assignment]) == list(range(SAMPLES))
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
     assert [(list(m.alive), m.generation) for m in met] == [([0, 1], 1)] * 2
     for trainee in script.trainees[:2]:
@@ -154,7 +154,8 @@ def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str])
             cases = {"optimizer": {"steps": 16}, "weight": {"weight": math.nan}, "samples": {"samples": 99}}
             options = cases.get(what, {})
         if what == "slot" and odd:
-            worker._call(Request(kind=Ask.PUSH, lease=reply.lease, samples=len(positions), flags=1, slot=12345))
+            push = Request(kind=Ask.PUSH, assignment=reply.assignment, samples=len(positions), flags=1, slot=12345)
+            worker._call(push)
         worker.push(**options)
 
     def body(trainee: Trainee) -> None:
@@ -209,7 +210,7 @@ def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> N
         worker = trainee.worker
         try:
             if trainee.rank == 1:
-                endless = f'{{"layout": "{worker._layout.digest}", "tick": Infinity, "applied": []}}'
+                endless = f'{{"layout": "{worker._layout.digest}", "global_step": Infinity, "applied": []}}'
                 worker._call(Request(kind=Ask.EPOCH, numbers=ENDS, text=endless))
             worker.meet(0)
         except RemoteFailureError as error:

@@ -110,9 +110,9 @@ def test_counts_come_with_the_answer_that_ends_a_batch() -> None:
     def body(trainee: Trainee) -> None:
         worker = trainee.worker
 
-        def ask_in_the_last_batch(_: Trainee, epoch: int, tick: int) -> None:
+        def ask_in_the_last_batch(_: Trainee, epoch: int, global_step: int) -> None:
             seen.append(worker.brought)
-            if tick == len(ENDS) - 1:
+            if global_step == len(ENDS) - 1:
                 worker.ask_measures()
                 assert worker.awaits_measures
 
@@ -139,9 +139,9 @@ def test_an_epoch_is_resumed_in_the_middle() -> None:
     replies: dict[int, tuple[int, ...]] = {}
 
     def body(trainee: Trainee) -> None:
-        trainee.epoch(0, ENDS, tick=2, applied=[(0, 12)])
+        trainee.epoch(0, ENDS, global_step=2, applied=[(0, 12)])
         trainee.worker.meet(0)
-        replies[trainee.rank] = tuple(trainee.worker.begin_epoch(1, ENDS, tick=2, applied=[(0, 12)]).numbers)
+        replies[trainee.rank] = tuple(trainee.worker.begin_epoch(1, ENDS, global_step=2, applied=[(0, 12)]).numbers)
 
     script = Script(setting, automatic(x, y, mse), body, workers=2, work_s=equal_speed).run()
     assert sorted(p for t in script.trainees for _, _, some in t.log for p in some) == list(

@@ -172,8 +172,8 @@ def test_hyper_parameters_of_the_present_tick_count_not_those_of_late_pushes() -
     setting.optimizers[0].register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["lr"]))
     script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal)
 
-    def before(trainee: Trainee, epoch: int, tick: int) -> None:
-        trainee.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + epoch * len(ENDS) + tick)
+    def before(trainee: Trainee, epoch: int, global_step: int) -> None:
+        trainee.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + epoch * len(ENDS) + global_step)
 
     for trainee in script.trainees:
         trainee.before = before

@@ -29,11 +29,13 @@ from lightning_hetero.transport.link import Pulse
 from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, PATIENCE_S, STOP, Place, open_place
 
 REQUEST = Request(
-    kind=Ask.PUSH, epoch=3, tick=70_000, substep=2, lease=9, samples=4, weight=2.5, compute_s=0.125, flags=3,
+    kind=Ask.PUSH, epoch=3, global_step=70_000, substep=2, assignment=9, samples=4, weight=2.5, compute_s=0.125,
+    flags=3,
     steps=1, zeroes=2, slot=1 << 40, numbers=tuple(range(-5, 20_000)), text="Größe \N{GREEK SMALL LETTER PI}",
 )  # fmt: skip
 REPLY = Reply(
-    kind=Say.GRANT, epoch=3, tick=70_001, version=1 << 40, lease=10, micro=4, hint_start=5, hint_end=1 << 33,
+    kind=Say.ASSIGNED, epoch=3, global_step=70_001, version=1 << 40, assignment=10, micro=4, hint_start=5,
+    hint_end=1 << 33,
     generation=7, flags=1, numbers=(1, -2, 1 << 62), text="go on",
 )  # fmt: skip
 
@@ -85,20 +87,20 @@ def test_every_field_and_payload_travels_both_ways(place: Place, request_: Reque
 
 
 def two_calls(link: WorkerLink, talk: Connection) -> list[int]:
-    return [link.call(Request(kind=Ask.CLAIM, tick=tick)).tick for tick in (1, 2)]
+    return [link.call(Request(kind=Ask.CLAIM, global_step=global_step)).global_step for global_step in (1, 2)]
 
 
 def test_a_reply_may_come_much_later_and_out_of_turn(place: Place) -> None:
     held = place.start(0, two_calls)
     place.until(Joined(0), Arrived)
     other = place.start(1, two_calls)
-    place.until(Arrived(1, Request(kind=Ask.CLAIM, tick=1)))
-    place.listener.reply(1, Reply(kind=Say.GRANT, tick=11))
-    place.until(Arrived(1, Request(kind=Ask.CLAIM, tick=2)))
-    place.listener.reply(0, Reply(kind=Say.GRANT, tick=1))
-    place.until(Arrived(0, Request(kind=Ask.CLAIM, tick=2)))
-    place.listener.reply(0, Reply(kind=Say.GRANT, tick=2))
-    place.listener.reply(1, Reply(kind=Say.GRANT, tick=12))
+    place.until(Arrived(1, Request(kind=Ask.CLAIM, global_step=1)))
+    place.listener.reply(1, Reply(kind=Say.ASSIGNED, global_step=11))
+    place.until(Arrived(1, Request(kind=Ask.CLAIM, global_step=2)))
+    place.listener.reply(0, Reply(kind=Say.ASSIGNED, global_step=1))
+    place.until(Arrived(0, Request(kind=Ask.CLAIM, global_step=2)))
+    place.listener.reply(0, Reply(kind=Say.ASSIGNED, global_step=2))
+    place.listener.reply(1, Reply(kind=Say.ASSIGNED, global_step=12))
     assert held.result() == [1, 2] and other.result() == [11, 12]
 
 
@@ -249,7 +251,7 @@ def test_shared_state_is_what_was_shared_last(place: Place) -> None:
 def talk_until_told(link: WorkerLink, talk: Connection) -> int:
     calls = 0
     while not talk.poll():
-        link.call(Request(kind=Ask.CLAIM, tick=calls))
+        link.call(Request(kind=Ask.CLAIM, global_step=calls))
         calls += 1
     return calls
 
@@ -285,11 +287,11 @@ def test_the_death_of_one_in_the_middle_of_traffic_is_told_at_once_and_disturbs_
     ticks = [0, 0, 0]
 
     def answer(event: Arrived) -> Reply:
-        ticks[event.rank] = event.request.tick
+        ticks[event.rank] = event.request.global_step
         return DONE
 
     def after(more: int, *ranks: int) -> list[Arrived]:
-        return [Arrived(rank, Request(kind=Ask.CLAIM, tick=ticks[rank] + more)) for rank in ranks]
+        return [Arrived(rank, Request(kind=Ask.CLAIM, global_step=ticks[rank] + more)) for rank in ranks]
 
     place.until(*after(10, 0, 1, 2), answer=answer)
     victim.kill()
@@ -418,7 +420,7 @@ def test_a_stopped_worker_disturbs_nobody_and_goes_on_later(kind: str) -> None:
         sleeper = place.start(0, echo, Request(kind=Ask.CLAIM))
         place.until(Joined(0), Arrived)
         sleeper.signal(STOP)
-        large = Reply(kind=Say.GRANT, numbers=tuple(range(1_000_000)))  # more than any socket takes in
+        large = Reply(kind=Say.ASSIGNED, numbers=tuple(range(1_000_000)))  # more than any socket takes in
         place.listener.reply(0, large)
         busy = place.start(1, talk_until_told)
         place.until(Joined(1), *[Arrived] * 100, answer=lambda _: DONE)

@@ -18,12 +18,12 @@ payload = {"numbers": st.lists(int64).map(tuple), "text": st.text()}
 reals = st.floats(allow_nan=False)
 
 requests = st.builds(
-    Request, kind=st.sampled_from(Ask), epoch=int32, tick=int32, substep=uint16, lease=int64, samples=int32,
+    Request, kind=st.sampled_from(Ask), epoch=int32, global_step=int32, substep=uint16, assignment=int64, samples=int32,
     weight=reals, compute_s=reals, flags=uint32, steps=uint32, zeroes=uint32,
     slot=st.integers(0, (1 << 64) - 1), **payload,
 )  # fmt: skip
 replies = st.builds(
-    Reply, kind=st.sampled_from(Say), epoch=int32, tick=int32, version=int64, lease=int64, micro=uint16,
+    Reply, kind=st.sampled_from(Say), epoch=int32, global_step=int32, version=int64, assignment=int64, micro=uint16,
     hint_start=int64, hint_end=int64, generation=int32, flags=uint32, **payload,
 )  # fmt: skip
 

@@ -91,9 +91,9 @@ class GradientSum:
         weight: sum of the contributions' weights.
         samples: sum of their samples.
         steps, zeroes: optimizers that step with this update, and whose gradients were zeroed before it.
-        current: a push of the present tick has set these.
+        current: a push of the present global step has set these.
         overflow: a contribution overflowed; the update is skipped.
-        numbers: hyper-parameters of the newest push of the present tick.
+        numbers: hyper-parameters of the newest push of the present global step.
         ranks: who is in it.
         buffers: what the contributions say of the buffers.
     """

@@ -229,13 +229,14 @@ class Meeting:
         asked, self._asked, self.begun_s = self._asked, {}, math.inf
         (first, one), *others = sorted(asked.items())
         for rank, request in others:
-            if (request.tick, request.text) != (one.tick, one.text):
+            if (request.global_step, request.text) != (one.global_step, one.text):
                 raise RunEndsError(
-                    f"workers meet for different reasons: {first} at meeting {one.tick} ({one.text or 'no reason'}),"
-                    f" {rank} at meeting {request.tick} ({request.text or 'no reason'}). They have taken different ways"
-                    " through the program, e.g. a condition that depends on the rank"
+                    f"workers meet for different reasons: {first} at meeting {one.global_step}"
+                    f" ({one.text or 'no reason'}), {rank} at meeting {request.global_step}"
+                    f" ({request.text or 'no reason'}). They have taken different ways through the program, e.g. a"
+                    " condition that depends on the rank"
                 )
-        self.last = one.tick
+        self.last = one.global_step
         return asked
 
 
@@ -244,14 +245,14 @@ class AnnouncedEpoch:
     """What the server keeps of an epoch.
 
     Attributes:
-        ends, tick, spans: as the workers began it.
+        ends, global_step, spans: as the workers began it.
         by: the worker that did so first.
         begun: who has.
-        words: one `Word` per tick gone by.
+        words: one `Word` per global step gone by.
     """
 
     ends: tuple[int, ...]
-    tick: int
+    global_step: int
     spans: tuple[tuple[int, int], ...]
     by: int
     begun: set[int] = field(default_factory=set[int])
@@ -259,7 +260,7 @@ class AnnouncedEpoch:
 
     def __str__(self) -> str:
         samples = self.ends[-1] if self.ends else 0
-        return f"{samples} samples in {len(self.ends)} batches, from batch {self.tick} on"
+        return f"{samples} samples in {len(self.ends)} batches, from batch {self.global_step} on"
 
 
 class AnnouncedEpochs:
@@ -300,11 +301,11 @@ class AnnouncedEpochs:
         epoch = self._kept.get(request.epoch)
         if request.epoch < self.number:
             return None
-        words = array("q", [0] * said.tick)
-        asked = AnnouncedEpoch(tuple(request.numbers), said.tick, said.applied, rank, {rank}, words)
+        words = array("q", [0] * said.global_step)
+        asked = AnnouncedEpoch(tuple(request.numbers), said.global_step, said.applied, rank, {rank}, words)
         if epoch is None or rank in epoch.begun:
             return asked
-        if (epoch.ends, epoch.tick, epoch.spans) != (asked.ends, asked.tick, asked.spans):
+        if (epoch.ends, epoch.global_step, epoch.spans) != (asked.ends, asked.global_step, asked.spans):
             raise RunEndsError(
                 f"worker {rank} and worker {epoch.by} disagree on epoch {request.epoch}: {asked} or {epoch}. {_ADVICE}"
             )
@@ -316,6 +317,6 @@ class AnnouncedEpochs:
         self._kept[number] = epoch
         self.number = number
 
-    def tick_over(self, word: int) -> None:
-        """A tick of the present epoch is over; ``word`` says what it did, see `Word`."""
+    def step_over(self, word: int) -> None:
+        """A global step of the present epoch is over; ``word`` says what it did, see `Word`."""
         self._kept[self.number].words.append(word)

@@ -25,9 +25,9 @@ class Answers:
         listener: the transport's end.
         area: uint8 flat parameters and buffers, what is published.
         batch: its contributions may lie in a worker's slot until that is answered.
-        coordinator: knows tick and version.
+        coordinator: knows global step and version.
         live_workers: have notices for workers.
-        epochs: know the epoch's number, and what each tick did.
+        epochs: know the epoch's number, and what each global step did.
         counts: what is told of them, and where held workers are counted.
 
     Attributes:
@@ -86,16 +86,17 @@ class Answers:
         return measures_text(Measures.take(self._counts, self._coordinator))
 
     def passed(self, passed: Passed, now: float) -> None:
-        """Answers a claim: the tick is over."""
+        """Answers a claim: the global step is over."""
         asked = self._claim_of(passed.rank, now)
-        words = self._epochs.words(self._epochs.number)[asked.tick :]
-        self.answer(passed.rank, Say.PASSED, tick=passed.global_step, numbers=words, **self.measures_for(asked))
+        words = self._epochs.words(self._epochs.number)[asked.global_step :]
+        self.answer(passed.rank, Say.PASSED, global_step=passed.global_step, numbers=words, **self.measures_for(asked))
 
     def granted(self, granted: Assigned, now: float) -> None:
         """Answers a claim with work."""
         self._claim_of(granted.rank, now)
         self.answer(
-            granted.rank, Say.GRANT, tick=granted.global_step, version=granted.base, lease=granted.assignment,
+            granted.rank, Say.ASSIGNED, global_step=granted.global_step, version=granted.base,
+            assignment=granted.assignment,
             micro=granted.micro, numbers=[number for span in granted.spans for number in span],
             hint_start=granted.hint[0], hint_end=granted.hint[1],
             flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
@@ -121,13 +122,13 @@ class Answers:
         """
         self._unanswered.discard(rank)
         self._batch.settle(rank)  # the worker may write its slot from now on
-        if kind in (Say.GRANT, Say.PASSED) and rank in self._wasted:
+        if kind in (Say.ASSIGNED, Say.PASSED) and rank in self._wasted:
             self._wasted.discard(rank)
             said["wasted"] = True
         if not said.get("text"):
             said["text"] = "\n".join(self._live_workers.take_notices(rank))
         here = {
-            "epoch": self._epochs.number, "tick": self._coordinator.global_step, "version": self._coordinator.version,
-            "generation": self._live_workers.generation,
+            "epoch": self._epochs.number, "global_step": self._coordinator.global_step,
+            "version": self._coordinator.version, "generation": self._live_workers.generation,
         }  # fmt: skip
         self._listener.reply(rank, Reply(kind=kind, **{**here, **said}))

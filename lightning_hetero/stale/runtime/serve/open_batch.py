@@ -1,9 +1,9 @@
-"""The pools of the present tick and of its sub-steps, and when each becomes an update (layer T).
+"""The pools of the present global step and of its sub-steps, and when each becomes an update (layer T).
 
-    pushes of the tick's last step -> pool       -> Updated      (the coordinator says when)
-    pushes of sub-step k           -> subpool k  -> as soon as all of the tick are in it, at the latest before Updated
+    pushes of the global step's last    -> pool       -> Updated      (the coordinator says when)
+    pushes of sub-step k                -> subpool k  -> as soon as all are in it, at the latest before Updated
 
-What arrives for a sub-step after it was applied counts for the next tick's, if it will not be too old by then; no
+What arrives for a sub-step after it was applied counts for the next global step's, if it is not too old by then; no
 subpool outlives two updates, so that what is within the bound when it arrives or is carried over is so when applied.
 
 A pushed gradient waits in its slot until its worker is answered, its pool becomes an update, or the server has nothing
@@ -36,7 +36,7 @@ class OpenBatch:
 
     Args:
         updater: applies pools.
-        coordinator: knows tick and version.
+        coordinator: knows global step and version.
         counts: where updates are counted.
     """
 
@@ -49,8 +49,8 @@ class OpenBatch:
         """Forgets everything; an epoch begins."""
         self._pool = self._new_pool()
         self._subpools: dict[int, GradientSum] = {}
-        self._applied: set[int] = set()  # sub-steps of this tick
-        self._stepped: set[tuple[int, int]] = set()  # (sub-step, optimizer) in this tick; -1 is the last step
+        self._applied: set[int] = set()  # sub-steps of this global step
+        self._stepped: set[tuple[int, int]] = set()  # (sub-step, optimizer) in this global step; -1 is the last step
         self._overflowed = False
         self._unread: set[int] = set()  # workers whose slot waits to be added
         self._means: dict[int, KeptMean] = {}  # of the updates from versions that somebody still computes on
@@ -60,20 +60,20 @@ class OpenBatch:
         return GradientSum(self._updater.layout, self._updater.spares)
 
     def _count_need(self) -> None:
-        """Notes how many samples the tick that begins still needs."""
-        ends, tick = self._coordinator.ends, self._coordinator.global_step
-        self._need = ends[tick] - self._coordinator.ledger.arrived if tick < len(ends) else 0
+        """Notes how many samples the global step that begins still needs."""
+        ends, global_step = self._coordinator.ends, self._coordinator.global_step
+        self._need = ends[global_step] - self._coordinator.ledger.arrived if global_step < len(ends) else 0
 
     # ---- contributions ----------------------------------------------------------------------------------------
 
     def announce(self, request: Request, slot: Tensor) -> None:
-        """A push of the tick's last step has arrived from a worker in this tick, whether it will be accepted or not."""
+        """A push of this global step's last step has arrived from a worker in it, accepted or not."""
         self._take_flags(self._pool, request, slot)
 
     def accept(self, accepted: Accepted, request: Request, slot: Tensor, base: int) -> None:
         """Adds an accepted push to the pool."""
         pool = self._pool
-        if not pool.current:  # not for optimizers that accumulate: whether they step is this tick's to say
+        if not pool.current:  # not for optimizers that accumulate: whether they step is this global step's to say
             pool.steps = pool.zeroes = pool.steps | (request.steps & request.zeroes)
         pool.ranks.add(accepted.rank)
         mean = self._means.get(base)
@@ -96,7 +96,7 @@ class OpenBatch:
         if not counts and (k in self._applied or k not in self._subpools):
             return
         pool = self._subpools.setdefault(k, self._new_pool())
-        if request.tick == self._coordinator.global_step:
+        if request.global_step == self._coordinator.global_step:
             self._take_flags(pool, request, slot)
         elif not pool.ranks:
             pool.steps, pool.zeroes = request.steps, request.zeroes
@@ -114,9 +114,9 @@ class OpenBatch:
         return coordinator.global_step + 1 < len(coordinator.ends) and coordinator.within_bound(base, later=1)
 
     def is_open(self, request: Request) -> bool:
-        """Whether a push of the present tick is of a sub-step that is still to be applied in it."""
+        """Whether a push of the present global step is of a sub-step that is still to be applied in it."""
         k = request.substep
-        return request.tick == self._coordinator.global_step and k in self._subpools and k not in self._applied
+        return request.global_step == self._coordinator.global_step and k in self._subpools and k not in self._applied
 
     def settle(self, rank: int | None = None) -> None:
         """Adds what waits in slots.
@@ -131,7 +131,7 @@ class OpenBatch:
             self._unread.clear()
 
     def _take_flags(self, pool: GradientSum, request: Request, slot: Tensor) -> None:
-        """Which optimizers step is what any push of the tick says; hyper-parameters are the newest one's."""
+        """Which optimizers step is what any push of the global step says; hyper-parameters are the newest one's."""
         if not pool.current:
             pool.steps = pool.zeroes = 0
         pool.current = True
@@ -158,19 +158,19 @@ class OpenBatch:
     def apply_at_once(self, request: Request) -> None:
         """Applies a sub-step that has just been added, worth its samples."""
         pool = self._subpools.pop(request.substep)
-        self._apply(pool, request.substep, worth=self._part(pool, request.tick))
+        self._apply(pool, request.substep, worth=self._part(pool, request.global_step))
 
-    def _part(self, pool: GradientSum, tick: int) -> float:
+    def _part(self, pool: GradientSum, global_step: int) -> float:
         """Returns the samples of a pool in parts of a batch, at most 1."""
         ends = self._coordinator.ends
-        tick = min(tick, len(ends) - 1)
-        return min(1.0, pool.samples / (ends[tick] - (ends[tick - 1] if tick else 0)))
+        global_step = min(global_step, len(ends) - 1)
+        return min(1.0, pool.samples / (ends[global_step] - (ends[global_step - 1] if global_step else 0)))
 
     def apply_complete(self, done: AbstractSet[int]) -> Iterator[int]:
         """Applies the sub-steps that are complete, in order, and yields their numbers.
 
         Args:
-            done: workers that will push nothing more for any sub-step of this tick.
+            done: workers that will push nothing more for any sub-step of this global step.
         """
         for k in sorted(self._subpools.keys() - self._applied):
             pool = self._subpools[k]
@@ -182,9 +182,9 @@ class OpenBatch:
             yield k
 
     def update(self, updated: Updated) -> int | None:
-        """Applies what is left of the sub-steps, then the pool; returns the tick's `Word` if it ends with that."""
+        """Applies what is left of the sub-steps, then the pool; returns the global step's `Word` if that ends it."""
         for k in sorted(self._subpools.keys() - self._applied):
-            late = self._subpools.pop(k)  # by nobody of this tick, if its program has no such step this time
+            late = self._subpools.pop(k)  # by nobody of this global step, if its program has no such step this time
             self._apply(late, k, worth=1.0 if late.current else self._part(late, updated.global_step - 1))
         pool, self._pool = self._pool, self._new_pool()
         bases, base, mean = self._coordinator.bases(), updated.version - 1, None
@@ -194,14 +194,14 @@ class OpenBatch:
         if mean is not None and not pool.overflow:
             self._means[base] = mean
         self._means = {version: kept for version, kept in self._means.items() if version in bases}
-        if not updated.ends_step:  # which optimizers step is what any push of the tick says
+        if not updated.ends_step:  # which optimizers step is what any push of the global step says
             self._pool.steps, self._pool.zeroes, self._pool.current = pool.steps, pool.zeroes, pool.current
             return None
         word = Word.of(steps=len(self._stepped), overflow=self._overflowed)
         self._stepped.clear()
         self._applied.clear()
         self._overflowed = False
-        for late in self._subpools.values():  # belongs to the next tick, which has flags of its own
+        for late in self._subpools.values():  # belongs to the next global step, which has flags of its own
             late.current = False
             late.ranks.clear()
         self._count_need()

@@ -2,15 +2,15 @@
 
     Accepted            a slot is added to the pool
     Updated             the pool becomes an update, and is published
-    Assigned, Passed     a claim is answered
+    Assigned, Passed    a claim is answered
     Refused, Reissued   are counted
 
 In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
-a tick has a pool of its own, applied when the tick's samples, or all live workers, are in it, and at the latest with
-the tick's update. Who pushed waits until it is applied at a barrier, and wherever the policy may wait if further steps
-of the batch follow, which build on it; else it goes on at once (asynchronous policies apply every push at once). What
-comes after its sub-step was applied counts in the next tick's; where that would exceed the bound, or there is no next
-tick, it is applied at once, worth its samples.
+a global step has a pool of its own, applied when all samples of the global step, or all live workers, are in it, and
+at the latest with its update. A worker that pushed waits until it is applied at a barrier, and wherever the policy may
+wait if further steps of the batch follow, which build on it; else it goes on at once (asynchronous policies apply every
+push at once). What comes after its sub-step was applied counts in the next global step's; where that would exceed the
+bound, or there is no next global step, it is applied at once, worth its samples.
 
 Each sub-step counts once for a sample, also if its worker's last push is refused and the sample is issued again.
 """
@@ -61,7 +61,7 @@ class Pushes:
         coordinator: decides.
         batch: the sums of gradients.
         answers: which workers wait for what.
-        epochs: keep what each tick did.
+        epochs: keep what each global step did.
         live_workers: told of what is left out.
         counts: where all is counted.
         stop: a gradient with NaN or Inf ends the run; else its samples are left out.
@@ -95,7 +95,7 @@ class Pushes:
                 self._batch.accept(effect, pushed.request, pushed.slot, pushed.base)
             elif isinstance(effect, Updated):
                 if (word := self._batch.update(effect)) is not None:
-                    self._epochs.tick_over(word)
+                    self._epochs.step_over(word)
                 answers.publish()
                 answers.resume(list(answers.paused))  # all that was left of sub-steps was applied
             elif isinstance(effect, Refused):
@@ -109,7 +109,7 @@ class Pushes:
     def claim(self, rank: int, request: Request, now: float) -> None:
         """A worker asks for work."""
         self._answers.claims[rank] = (request, now)
-        self.carry_out(self._coordinator.claim(rank, request.tick, now), now)
+        self.carry_out(self._coordinator.claim(rank, request.global_step, now), now)
         self.settle()
 
     def push(self, rank: int, push: Request, now: float) -> None:
@@ -131,31 +131,32 @@ class Pushes:
     def settle(self) -> None:
         """Applies the sub-steps that are complete."""
         answers = self._answers
-        for k in self._batch.apply_complete(answers.claims.keys()):  # who claims pushes nothing more in this tick
+        for k in self._batch.apply_complete(answers.claims.keys()):  # they push nothing more in this global step
             answers.publish()
             answers.resume([rank for rank, substep in answers.paused.items() if substep == k])
 
     def _last_push(self, rank: int, push: Request, slot: Tensor, now: float) -> None:
         coordinator = self._coordinator
-        lease = coordinator.assignment(rank, push.lease)
-        finite = lease is None or self._finite(rank, push, slot)
-        if push.tick == coordinator.global_step:
+        assignment = coordinator.assignment(rank, push.assignment)
+        finite = assignment is None or self._finite(rank, push, slot)
+        if push.global_step == coordinator.global_step:
             self._batch.announce(push, slot)
-        effects = coordinator.push(rank, push.lease, now, global_step=push.tick, samples=push.samples, finite=finite)
-        self.carry_out(effects, now, None if lease is None else Pushed(push, slot, lease.base))
+        at, samples = push.global_step, push.samples
+        effects = coordinator.push(rank, push.assignment, now, global_step=at, samples=samples, finite=finite)
+        self.carry_out(effects, now, None if assignment is None else Pushed(push, slot, assignment.base))
 
     def _substep(self, rank: int, push: Request, slot: Tensor) -> None:
         coordinator, batch, answers = self._coordinator, self._batch, self._answers
-        lease = coordinator.assignment(rank, push.lease)
-        if lease is None or lease.void or not coordinator.within_bound(lease.base):
+        assignment = coordinator.assignment(rank, push.assignment)
+        if assignment is None or assignment.void or not coordinator.within_bound(assignment.base):
             answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
         finite = self._finite(rank, push, slot)
         # False: the sub-step counts for these samples already.
-        counts, policy = coordinator.substep(lease, push.substep, push.samples), coordinator.policy
-        batch.add_substep(rank, push, slot, lease.base, finite=finite, counts=counts)
+        counts, policy = coordinator.substep(assignment, push.substep, push.samples), coordinator.policy
+        batch.add_substep(rank, push, slot, assignment.base, finite=finite, counts=counts)
         waits = policy.holds == "barrier" or (policy.holds == "grace" and push.flags & PushFlag.MORE)
-        if counts and (isinstance(policy, Asynchronous) or not batch.may_wait(push.substep, lease.base)):
+        if counts and (isinstance(policy, Asynchronous) or not batch.may_wait(push.substep, assignment.base)):
             batch.apply_at_once(push)
             answers.publish()
             answers.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
@@ -182,7 +183,8 @@ class Pushes:
         name = None if push.flags & PushFlag.OVERFLOW else self._updater.nonfinite(slot)
         if name is None:
             return True
-        where = f"worker {rank} has a gradient with NaN or Inf in epoch {push.epoch}, batch {push.tick}: {name!r}"
+        batch = f"epoch {push.epoch}, batch {push.global_step}"
+        where = f"worker {rank} has a gradient with NaN or Inf in {batch}: {name!r}"
         if self._stop:
             raise RunEndsError(
                 f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out"

@@ -239,7 +239,7 @@ class ParameterServer:
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
             self._pushes.carry_out(self.coordinator.give_back(rank, None, now), now)
-            if request.tick <= self._meeting.last:
+            if request.global_step <= self._meeting.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
             self._meeting.ask(rank, request, now)
@@ -255,8 +255,8 @@ class ParameterServer:
         else:
             if request.epoch > self._epochs.number:
                 raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
-            if not 0 <= request.tick <= self.coordinator.global_step:
-                raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.global_step}")
+            if not 0 <= request.global_step <= self.coordinator.global_step:
+                raise ValueError(f"it is in batch {request.global_step}, the server in {self.coordinator.global_step}")
             serve = self._pushes.claim if kind is Ask.CLAIM else self._pushes.push
             serve(rank, request, now)
 
@@ -278,7 +278,7 @@ class ParameterServer:
         """Begins an epoch with the first worker that asks."""
         if (epoch := self._epochs.ask(rank, request)) is not None:
             effects = self.coordinator.begin(
-                request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.tick, now=now
+                request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.global_step, now=now
             )
             self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)
@@ -293,11 +293,11 @@ class ParameterServer:
         words = self._epochs.words(request.epoch)
         if request.kind is Ask.PUSH and not request.flags & PushFlag.FINAL:
             self._answers.answer(rank, Say.APPLIED)
-        elif not 0 <= request.tick < len(words):
-            raise ValueError(f"batch {request.tick} of epoch {request.epoch}, which had {len(words)}")
+        elif not 0 <= request.global_step < len(words):
+            raise ValueError(f"batch {request.global_step} of epoch {request.epoch}, which had {len(words)}")
         else:
             self._answers.answer(
-                rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :],
+                rank, Say.PASSED, epoch=request.epoch, global_step=len(words), numbers=words[request.global_step :],
                 wasted=request.kind is Ask.PUSH, **self._answers.measures_for(request),
             )  # fmt: skip
 
@@ -320,7 +320,7 @@ class ParameterServer:
         alive = sorted(self._live_workers.live)
         for rank, request in met.items():
             text = Met.text(self.counts, self._live_workers.take_notices(rank))
-            self._answers.answer(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
+            self._answers.answer(rank, Say.MET, global_step=request.global_step, numbers=alive, text=text)
 
     # ---- state ------------------------------------------------------------------------------------------------
 

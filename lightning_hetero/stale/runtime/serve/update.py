@@ -5,8 +5,8 @@ for each optimizer that steps: clip, step. So accumulation over batches, several
 no case of their own. An update worth less than a batch (asynchronous policies) differs in two points:
 
 - an optimizer zeroed and stepped by the same update steps at once, its learning rates multiplied by the worth;
-- one that accumulates over ticks gets the pool multiplied by the worth, is zeroed once at the beginning of a window,
-  and steps with the last update of the tick that ends it: so it steps once per window, as under DDP.
+- one that accumulates over global steps gets the pool multiplied by the worth, is zeroed once at the beginning of a
+  window, and steps with the last update of the global step that ends it: so it steps once per window, as under DDP.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Updater:
         self._clips = [(0, 0.0)] * len(optimizers)
         self._seen: dict[int, list[Tensor]] = {}  # by address; keeps the memory, so addresses are not used again
         self._spent = 0  # bits of accumulating optimizers that have stepped: what comes next begins a window
-        self._begun = 0  # ... that were zeroed in this tick
+        self._begun = 0  # ... that were zeroed in this global step
         self._changed: dict[int, int] = {}  # version from which on a buffer has its value
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         for o, optimizer in enumerate(self.optimizers):
@@ -150,7 +150,7 @@ class Updater:
         Args:
             version: of the parameters that come of it.
             worth: what it is worth, in batches.
-            last: whether it is the tick's last update.
+            last: whether it is the global step's last update.
             mean: where the mean of the pool is to be kept.
 
         Returns:

@@ -17,9 +17,9 @@ class Chunk:
     """What a rank is training on, from the grant to the last push.
 
     Args:
-        grant: the server's; None: a tick that went by, for which user code runs on a dummy batch.
+        grant: the server's; None: a global step that went by, for which user code runs on a dummy batch.
         wait_s: how long it was waited for [s].
-        top_up: it is not the first in its tick.
+        top_up: it is not the first in its global step.
 
     Attributes:
         spans, samples: all that is granted; 0 samples: a dummy batch, which counts nothing.
@@ -28,7 +28,7 @@ class Chunk:
         computed: samples of those that are, or were, computed.
         weight: what they count in the mean over the update.
         substep: pushes so far.
-        started: when this rank had parameters and began to fetch samples; None for a tick that went by.
+        started: when this rank had parameters and began to fetch samples; None for a global step that went by.
     """
 
     def __init__(

@@ -122,41 +122,42 @@ class Worker:
         ends: Sequence[int],
         *,
         applied: Iterable[tuple[int, int]] = (),
-        tick: int = 0,
+        global_step: int = 0,
     ) -> Reply:
         """Begins an epoch, which all workers must do alike.
 
         Args:
             epoch: its number.
-            ends: cumulative samples behind each of its ticks.
+            ends: cumulative samples behind each of its global steps.
             applied: spans of samples that are applied already, when an epoch is resumed ...
-            tick: ... at this tick.
+            global_step: ... at this one.
 
         Returns:
-            A reply whose ``numbers`` are spans, flat: one for each of the next ``ahead`` ticks, what this worker will
-            probably be granted in it, (0, 0) for nothing. Its ``epoch`` and ``tick`` are the server's, which may be
-            further on for a worker that comes late.
+            A reply whose ``numbers`` are spans, flat: one for each of the next ``ahead`` global steps, what this worker
+            will probably be assigned in it, (0, 0) for nothing. Its ``epoch`` and ``global_step`` are the server's,
+            which may be further on for a worker that comes late.
 
         Raises:
             RemoteFailureError: the workers disagree, or the run has failed.
         """
-        text = EpochBegin(self._layout.digest, tick, tuple(applied)).text()
+        text = EpochBegin(self._layout.digest, global_step, tuple(applied)).text()
         reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
         self.weights.go_on(Phase.BETWEEN)
         return reply
 
-    def claim(self, epoch: int, tick: int) -> Reply:
-        """Asks for work in a batch; returns ``Say.GRANT`` or ``Say.PASSED``, perhaps after a while.
+    def claim(self, epoch: int, global_step: int) -> Reply:
+        """Asks for work in a batch; returns ``Say.ASSIGNED`` or ``Say.PASSED``, perhaps after a while.
 
-        A grant's ``numbers`` are spans of samples, flat, none for a dummy batch; `pull` before computing. With
-        ``PASSED`` they are one `Word` per tick from ``tick`` to the server's.
+        An assignment's ``numbers`` are spans of samples, flat, none for a dummy batch; `pull` before computing. With
+        ``PASSED`` they are one `Word` per global step from ``global_step`` to the server's.
 
         Raises:
             RemoteFailureError: the run has failed.
             ServerLostError: the server is gone.
         """
         self.weights.look()
-        return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=self._wanted)))
+        request = Request(kind=Ask.CLAIM, epoch=epoch, global_step=global_step, flags=self._wanted)
+        return self._answered(self._call(request))
 
     def _answered(self, reply: Reply) -> Reply:
         self.weights.answered(Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH)
@@ -205,7 +206,7 @@ class Worker:
                 f"{what}: parameters or buffers were changed on rank {self.link.rank} before it, which the parameter"
                 " server, where it is called, does not know. Change them behind it, or use strategy='hetero_balanced'"
             )
-        reply = self._call(Request(kind=Ask.MEET, tick=number, text=what, steps=steps))
+        reply = self._call(Request(kind=Ask.MEET, global_step=number, text=what, steps=steps))
         self.weights.stop()
         if steps:
             self.weights.version = -1  # whatever is here
