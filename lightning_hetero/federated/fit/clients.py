@@ -202,7 +202,7 @@ class Clients:
         self.open = True
 
     def take_in(self, alive: tuple[int, ...], asking: Collection[int], generation: int) -> str:
-        """Lets newcomers in; all members call it alike. Returns why not, if not."""
+        """Lets joining ranks in; all members call it alike. Returns why not, if not."""
         for rank in asking:
             self._roll.expect(rank)
         self._why = f"rank {', '.join(map(str, asking))} has come again"

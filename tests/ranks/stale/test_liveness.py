@@ -224,7 +224,7 @@ def test_a_rank_that_lives_and_does_not_come_is_waited_for_as_long_as_for_a_coll
 
 
 def test_who_comes_to_a_meeting_that_is_over_is_told_and_holds_up_nobody() -> None:
-    """It was taken for dead before it had connected; a newcomer knows how often the others have met."""
+    """It was taken for dead before it had connected; a joining rank knows how often the others have met."""
     server, board = opened(3, 0, 1, connect_s=90.0)
     for rank in (0, 1):
         server.handle(meets(rank), 1.0)

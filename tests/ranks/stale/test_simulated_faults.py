@@ -60,7 +60,7 @@ FOUND = {
     "a rank was taken for met that had died with another": (
         Fault("kill", (1, 2), Point(2, "behind MEET", 1)),
     ),
-    "a newcomer was invited with a checkpoint whose writer had died": (
+    "a joining rank was invited with a checkpoint whose writer had died": (
         Fault("kill", (1,), Point(1, "answered CLAIM", 1), 0.1), Fault("kill", (0,), Point(0, "behind STATE", 1)),
     ),
     "a rank was waited for in a collective that had died behind the meeting before it": (
