@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from lightning_hetero.transport.awake import BEAT_S, awake_s
+
 T = TypeVar("T")
 
 
@@ -32,8 +34,10 @@ class Aside(Generic[T]):
             self._found.append(error)
 
     def ends_within(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether it has ended."""
-        self._thread.join(seconds)
+        """Waits so long at most, by `awake_s`; returns whether it has ended."""
+        end_s = awake_s() + seconds
+        while not self._found and (left_s := end_s - awake_s()) > 0.0:
+            self._thread.join(min(left_s, BEAT_S))
         return bool(self._found)
 
     def result(self) -> T:

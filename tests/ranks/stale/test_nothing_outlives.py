@@ -50,7 +50,7 @@ def held() -> dict[str, Any]:
     gc.collect()
     sockets = [c for c in psutil.Process().net_connections(kind="all") if c.status != psutil.CONN_NONE or c.laddr]
     return {
-        "threads": sorted(t.name for t in threading.enumerate() if t.name != "tqdm_monitor"),
+        "threads": sorted(t.name for t in threading.enumerate() if t.name not in ("tqdm_monitor", "awake-clock")),
         "children": sorted(p.pid for p in psutil.Process().children(recursive=True)),
         "sockets": len(sockets),
         "files": len(os.listdir("/proc/self/fd")),

@@ -1,0 +1,69 @@
+"""The clock by which others are waited for: time in which this process was stopped itself does not count (layer T).
+
+A job may be suspended as a whole: Ctrl-Z, ``scontrol suspend``, a freezer, a paused machine. Whoever wakes first would
+find that all others have been silent for longer than any timeout. So a thread looks at the clock once per beat, and
+at most two beats count from one look to the next, however much time has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+BEAT_S = 0.25
+
+
+class AwakeClock:
+    """Counts the seconds in which it was looked at.
+
+    Args:
+        beat_s: how often it is looked at, at least; twice as much counts at most from one look to the next [s].
+    """
+
+    def __init__(self, beat_s: float = BEAT_S) -> None:
+        self._most_s = 2 * beat_s
+        self._last_s: float | None = None
+        self._awake_s = 0.0
+
+    def at(self, now_s: float) -> float:
+        """Looks at it.
+
+        Args:
+            now_s: of any clock that does not go back [s].
+        """
+        if self._last_s is not None:
+            self._awake_s += min(max(0.0, now_s - self._last_s), self._most_s)
+        self._last_s = now_s
+        return self._awake_s
+
+
+class _ProcessClock:
+    """The clock of this process, with a thread that looks at it; begins anew in a forked process."""
+
+    def __init__(self) -> None:
+        self._lock, self._clock = threading.Lock(), AwakeClock()
+        self._pid = -1
+
+    def now(self) -> float:
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid = os.getpid()
+                threading.Thread(target=self._look, name="awake-clock", daemon=True).start()
+            return self._clock.at(time.monotonic())
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self.now()
+
+
+_clock = _ProcessClock()
+if hasattr(os, "register_at_fork"):
+    # Another thread may hold the lock at the moment of a fork.
+    os.register_at_fork(after_in_child=lambda: setattr(_clock, "_lock", threading.Lock()))
+
+
+def awake_s() -> float:
+    """Returns the time in which this process was not stopped, from an arbitrary moment on [s]."""
+    return _clock.now()

@@ -1,0 +1,140 @@
+"""The store of a run: written by its ranks alone, and asked without waiting for ever (layer T).
+
+Any process that reaches the port of a store of torch's may read and write it. So the ranks share a secret, which one of
+them has given out over the process group, and sign what they write. A record that is not signed is none.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from lightning_hetero.transport.aside import Aside
+from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.transport.store import host_store
+
+T = TypeVar("T")
+_DIGEST = "sha256"
+_SIGN_BYTES = 64  # of hexadecimal digits
+
+
+class SilentError(RuntimeError):
+    """The process that hosts the store does not answer."""
+
+
+class SignedStore:
+    """A store of torch's whose records are signed with the secret of the run.
+
+    Args:
+        store: where they are.
+        secret: known to the ranks of the run alone.
+
+    Raises (all methods):
+        RuntimeError: the store's host is gone.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        self._store: Any = store  # torch's stubs do not know that values may be bytes
+        self._secret = secret
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a record."""
+        self._store.set(key, self._sign(key, value) + value)
+
+    def get(self, key: str) -> str | None:
+        """Returns a record; None: there is none of this run."""
+        if not self._store.check([key]):
+            return None
+        try:
+            record: bytes = self._store.get(key)
+            sign, value = record[:_SIGN_BYTES].decode(), record[_SIGN_BYTES:].decode()
+        except UnicodeDecodeError:
+            return None
+        return value if hmac.compare_digest(sign, self._sign(key, value)) else None
+
+    def has(self, key: str) -> bool:
+        """Whether there is a record of this run."""
+        return self.get(key) is not None
+
+    def first(self, key: str, value: str) -> str:
+        """Writes a record unless there is one; returns the one that holds."""
+        self._store.compare_set(key, "", self._sign(key, value) + value)
+        if (holds := self.get(key)) is None:  # a stranger's
+            self.set(key, value)
+            holds = value
+        return holds
+
+    def delete(self, key: str) -> None:
+        """Takes a record away."""
+        self._store.delete_key(key)
+
+    def _sign(self, key: str, value: str) -> str:
+        return hmac.new(self._secret, f"{key}\n{value}".encode(), _DIGEST).hexdigest()
+
+
+class RunStore:
+    """A signed store whose host may be stopped: what is asked is asked from a thread that is left alone then.
+
+    Torch waits for the host of a store without end, whatever its timeout. A thread that has waited in vain stays where
+    it is, and with it torch's lock on this connection: nobody asks again.
+
+    Args:
+        store, secret: see `SignedStore`.
+        answer_s: how long the host may be silent [s].
+    """
+
+    def __init__(self, store: Store, secret: bytes, *, answer_s: float) -> None:
+        self._signed: SignedStore | None = SignedStore(store, secret)
+        self._answer_s = answer_s
+        self._silent_s = 0.0
+
+    @classmethod
+    def of_all(cls, channel: SideChannel, host: str, timeout: timedelta) -> RunStore:
+        """Returns the store of the ranks of a channel, hosted by rank 0, which must live longest; a collective.
+
+        Args:
+            channel: over all ranks.
+            host: address of rank 0's machine; on a loopback address nobody else can connect.
+            timeout: of the store's own operations, and of its host's silence.
+        """
+        hosted = host_store(host, timeout) if channel.rank == 0 and channel.world_size > 1 else None
+        said = None if channel.rank else (secrets.token_bytes(32), 0 if hosted is None else hosted.port)
+        secret, port = channel.all_gather_object(said)[0]
+        store: Store = hosted or (
+            TCPStore(host, port, is_master=False, timeout=timeout) if channel.world_size > 1 else HashStore()
+        )
+        return cls(PrefixStore("run", store), secret, answer_s=timeout.total_seconds())
+
+    def ask(self, question: Callable[[SignedStore], T], answer_s: float | None = None) -> T:
+        """Returns what a question gives.
+
+        Args:
+            question: asks the store, perhaps several times.
+            answer_s: how long its host may be silent; None: as given at first [s].
+
+        Raises:
+            SilentError: it was.
+            RuntimeError: the host is gone, or this rank has let go of the store.
+        """
+        store = self._signed
+        if store is None:
+            raise RuntimeError("this rank has left the run")
+        wait_s = self._answer_s if answer_s is None else answer_s
+        if not self._silent_s:
+            aside = Aside(lambda: question(store), "run-store")
+            if aside.ends_within(wait_s):
+                return aside.result()
+            self._silent_s = wait_s
+        raise SilentError(
+            f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or"
+            " this rank is cut off from the network"
+        )
+
+    def let_go(self) -> None:
+        """Closes the connection; idempotent."""
+        self._signed = None
