@@ -283,8 +283,8 @@ def _chosen(path: Path, by_run: Mapping[str, Sequence[Event]], run: str | None) 
     if run is not None and run not in by_run:
         raise ValueError(f"run={run!r} is not in {path}: it holds {', '.join(told[-8:])}")
     if run is None and len(runs) > 1:
-        others = ", ".join(told[-9:-1])
-        _warn(f"{path} holds {len(runs)} runs; this is the last, {told[-1]}; run=ID selects another: {others}")
+        said = f"{path} holds {len(runs)} runs; this is the last, {told[-1]}. run=ID (--run ID) selects another"
+        _warn(f"{said}: {', '.join(told[-9:-1])}")
     return runs[-1] if run is None else run
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_hetero.report.page.markup import Markup, element
+from lightning_hetero.report.page.markup import Markup, element, joined
 
 WIDTH = 420.0
 """The width of every drawing, in units: wide enough for many ranks, and legible on a phone's 360 pixels."""
@@ -114,4 +114,5 @@ class Drawing:
     def svg(self) -> Markup:
         """Returns the element."""
         box = f"0 0 {WIDTH:.0f} {self.height:.0f}"
-        return element("svg", *self._marks, viewBox=box, role="img", aria_label=self.label)
+        lines = (joined("\n", mark) for mark in self._marks)
+        return element("svg", *lines, "\n", viewBox=box, role="img", aria_label=self.label)

@@ -167,7 +167,7 @@ def test_a_run_is_told_from_another_in_the_same_files(tmp_path: Path) -> None:
             writer.write(step(rank, 0, i, samples=ord(run)))
     for writer in writers.values():
         writer.close()
-    with pytest.warns(UserWarning, match=r"holds 2 runs; this is the last, 'b' of 2001-09-09 01:46:41 UTC; .*: 'a' of"):
+    with pytest.warns(UserWarning, match=r"holds 2 runs; this is the last, 'b' of 2001-09-09 01:46:41 UTC. .*: 'a' of"):
         last = read_events(tmp_path)
     assert last == read_events(tmp_path, "b")
     for run in "ab":
@@ -185,7 +185,7 @@ def test_a_run_is_told_from_another_in_the_same_files(tmp_path: Path) -> None:
 def test_a_run_without_an_id_before_one_with_an_id(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [step(0, 0, 0)])
     write(path, [step(0, 0, 1)], run="new")
-    with pytest.warns(UserWarning, match="this is the last, 'new'; run=ID selects another: ''"):
+    with pytest.warns(UserWarning, match=r"this is the last, 'new'. run=ID \(--run ID\) selects another: ''"):
         assert [e.step for e in body(path)] == [1]
     assert [e.step for e in read_events(path, "") if e.kind == "step"] == [0]
 
