@@ -37,6 +37,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_hetero.transport.base import LeftBehindError
+from lightning_hetero.transport.sockets import process_state
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -228,13 +229,6 @@ def ending_alone(applies: bool) -> Iterator[None]:
             raise
         traceback.print_exc()
         raise SystemExit(LEFT_BEHIND) from error
-
-
-def process_state(pid: int) -> bytes:
-    """Returns the letter of the process's state, "T": stopped; empty if that cannot be told."""
-    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # of another user, or a system without /proc
-        return file.read().rpartition(b")")[2].split()[0]
-    return b""
 
 
 def _has_ended(pid: int) -> bool:

@@ -27,9 +27,9 @@ from lightning_hetero.lightning_compat.launchers import (
     LEFT_BEHIND,
     ending_alone,
     note_death,
-    process_state,
 )
 from lightning_hetero.transport.base import RemoteFailureError
+from lightning_hetero.transport.sockets import process_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
