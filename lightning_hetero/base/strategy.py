@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero.base.checks import (
@@ -34,7 +33,7 @@ from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.removed import refuse_removed
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, has_monitor, register
+from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, register, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
@@ -219,13 +218,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.step_report()  # kept, while there is somebody to ask
-        run = self._run
-        # No callback of our own: a user's callbacks, hooks and loggers see what they see under stock DDP.
-        if run is None or not (self._monitor and self.is_global_zero) or has_monitor(run.trainer):
-            return
-        if summary := run.summary():
-            rank_zero_info(summary)
+        if self._run is not None:
+            sum_up(self._run, self.step_report, told=self._monitor and self.is_global_zero)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
