@@ -20,6 +20,9 @@ from tests.faults.cells import Cell
 from tests.faults.job import unix_sockets
 
 
+GRACE_S = 20.0  # what children have to end when the processes that were started by hand have
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """Returns what a process noted there."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -106,7 +109,7 @@ def not_requeued(folder: Path) -> list[str]:
 # ---- what outlives a run --------------------------------------------------------------------------------------------
 
 
-def outlived(folder: Path, port: int, grace_s: float = 20.0) -> list[str]:
+def outlived(folder: Path, port: int, grace_s: float = GRACE_S) -> list[str]:
     """Returns processes, ports, and shared memory that are left; kills what it can.
 
     Args:
