@@ -44,7 +44,6 @@ RANKS = 4  # keys are written for so many
 WORDS = "INJECTED BY A STRANGER"
 
 _HALF_HELLO = struct.pack("<8sI", b"lhstale\0", 3) + bytes(12)
-_PAUSE_S = 0.01
 _LISTENS = 0x10000  # a flag in /proc/net/unix
 
 
@@ -365,7 +364,7 @@ def _main(said: dict) -> None:
     all_at_once()
     print(json.dumps(let_in), flush=True)
     while kind in _AGAIN:
-        time.sleep(_PAUSE_S)
+        time.sleep(0.01)
         all_at_once()
     threading.Event().wait()
 
