@@ -32,7 +32,6 @@ from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
-from lightning_hetero.base.removed import refuse_removed
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, has_monitor, register
 from lightning_hetero.callbacks.reporting import Reporting
@@ -107,7 +106,11 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        refuse_removed(type(self), kwargs)
+        if kwargs.pop("controller", None) is not None:  # Hydra's group of that name stands above every engine's
+            raise TypeError(
+                f"{type(self).__name__} has no controller: plans under a budget are the pipeline engine's, whose groups"
+                " may hold the whole model. Drop it, or use HeteroPipelineStrategy(controller=LyapunovController(...))"
+            )
         check_ddp_arguments(kwargs, type(self))
         check_counts(global_batch_size=global_batch_size)
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))

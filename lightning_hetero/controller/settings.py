@@ -22,8 +22,6 @@ class Budget(NamedTuple):
     limit: float
 
 
-_CONSTANT = "is a constant now: no run has set it"
-_REMOVED = ("horizon", "candidates", "rounds", "library", "trial_batches", "margin", "bar_batches", "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +40,6 @@ class ControllerSettings:
     share_band: float = 0.01
     look_every: int = 50
     recheck: int | None = 200
-
-    def __new__(cls, **options: Any) -> ControllerSettings:  # for one release: names that went say so
-        for name in _REMOVED:
-            if name in options:
-                raise TypeError(f"LyapunovController({name}=...) {_CONSTANT}; leave it out")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._put("v", None if self.v is None else _real("v", self.v, above=True))

@@ -75,11 +75,6 @@ def test_bad_types_are_named(name: str, value: Any) -> None:
         LyapunovController(**{name: value})
 
 
-def test_settings_that_went_say_so() -> None:
-    with pytest.raises(TypeError, match=r"candidates=...\) is a constant now"):
-        LyapunovController(candidates=9)  # type: ignore[call-arg]
-
-
 def test_numbers_by_rank_must_be_as_many_as_ranks() -> None:
     with pytest.raises(ValueError, match="lists 2 ranks, but there are 3"):
         LyapunovController(**GIVEN).each("prices", 3)
