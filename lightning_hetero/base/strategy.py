@@ -107,10 +107,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         **kwargs: Any,
     ) -> None:
         if kwargs.pop("controller", None) is not None:  # Hydra's group of that name stands above every engine's
-            raise TypeError(
-                f"{type(self).__name__} has no controller: plans under a budget are the pipeline engine's, whose groups"
-                " may hold the whole model. Drop it, or use HeteroPipelineStrategy(controller=LyapunovController(...))"
-            )
+            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use HeteroPipelineStrategy(controller=...)")
         check_ddp_arguments(kwargs, type(self))
         check_counts(global_batch_size=global_batch_size)
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))

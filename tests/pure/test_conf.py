@@ -189,8 +189,8 @@ def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy:
     [
         ([BALANCED, "strategy.policy=narx"], "policy='narx' must be a BalancePolicy, 'predictive' or None"),
         ([BALANCED, "+strategy.cooldown=2"], "have no argument 'cooldown'"),
-        ([BALANCED, "controller=lyapunov"], "LoadBalancedStrategy has no controller: plans under a budget"),
-        ([STALE, "controller=lyapunov"], "BoundedStalenessStrategy has no controller: plans under a budget"),
+        ([BALANCED, "controller=lyapunov"], "LoadBalancedStrategy has no controller: drop it"),
+        ([STALE, "controller=lyapunov"], "BoundedStalenessStrategy has no controller: drop it"),
         ([STALE, "strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
         ([STALE, "strategy.policy=asp", "strategy.grace=0.1"], "policy='asp' has no use for grace=0.1; drop it, or"),
         ([STALE, f"+{POLICY}.Asp", "strategy.bound=1"], "give either a whole policy, or bound"),
