@@ -106,8 +106,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        if kwargs.pop("controller", None) is not None:  # Hydra's group of that name stands above every engine's
-            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use HeteroPipelineStrategy(controller=...)")
+        if kwargs.pop("controller", None) is not None:  # Hydra's group of that name is above every engine's
+            other = "HeteroPipelineStrategy(controller=...)"
+            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
         check_ddp_arguments(kwargs, type(self))
         check_counts(global_batch_size=global_batch_size)
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
