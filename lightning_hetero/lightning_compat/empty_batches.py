@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hetero.lightning_compat.batches import trainer_callbacks
+from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.lightning_compat.results import as_batch
 
 if TYPE_CHECKING:
@@ -54,11 +56,10 @@ def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> C
             count; what is more than the loop's batch comes when that one has ended.
     """
     module = trainer.lightning_module
-    replaced: list[tuple[Any, str, Any]] = []
+    undo = ExitStack()
 
     def replace(owner: Any, name: str, hook: Any) -> None:
-        replaced.append((owner, name, vars(owner).get(name)))
-        object.__setattr__(owner, name, hook)
+        undo.enter_context(patched(owner, name, hook))
 
     def without_none(owner: Any, name: str, position: int) -> None:
         original = getattr(owner, name)
@@ -102,14 +103,7 @@ def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> C
             part_by_part(callback, 2)
     warned = trainer.fit_loop.epoch_loop._warning_cache
     warned.add("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-
-    def undo() -> None:
-        for owner, name, before in reversed(replaced):
-            vars(owner).pop(name, None)
-            if before is not None:  # e.g. the function of a LambdaCallback
-                object.__setattr__(owner, name, before)
-
-    return undo
+    return undo.close
 
 
 def finds_learning_rate(trainer: Trainer) -> bool:
