@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.transport.failures import FailureBoard, lost_contact
+
 PACKAGE_REFUSAL = (
     "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
     " the two packages are copies of the same code. Import lightning.pytorch instead of pytorch_lightning"
@@ -24,8 +26,6 @@ FABRIC_REFUSAL = (
     "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training"
     " loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
 )
-
-_LOST_PEER = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "timed out")
 
 
 def refuse_fabric(**kwargs: object) -> NoReturn:
@@ -137,7 +137,7 @@ def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:
     Raises:
         ValueError: ranks differ; names the setting and each rank's value.
     """
-    for name in everyone[0]:
+    for name in everyone[0] if everyone else ():
         values = {rank: settings.get(name) for rank, settings in enumerate(everyone)}
         if len(set(values.values())) > 1:
             raise ValueError(
@@ -171,6 +171,26 @@ def naming_damage(path: Any) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def naming_full_disk(path: Any) -> Iterator[None]:
+    """Inside, a checkpoint is written: what the system says of the file is raised, and not what comes of it.
+
+    Torch fails once more when it ends the file, e.g. with "unexpected pos".
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or cause.filename is not None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
 def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
     """Adds to an error on sizes, in a step that is not the first, what it may come of: rows kept from another batch."""
     text = str(exception)
@@ -184,12 +204,20 @@ def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
         )
 
 
-def name_lost_peer(exception: BaseException, rank: int) -> None:
-    """Adds to a broken collective's error what it means: another rank has died or hangs."""
-    text = str(exception)
-    if isinstance(exception, RuntimeError) and any(sign in text.lower() for sign in _LOST_PEER):
-        exception.args = (
-            f"{text}\nrank {rank} lost contact with another rank, which has died, raised an exception or hung for"
-            " longer than the strategy's timeout; the cause is in that rank's output",
-            *exception.args[1:],
-        )
+def name_lost_peer(exception: BaseException, rank: int, failures: FailureBoard | None) -> None:
+    """Adds to a broken collective's error what it means: another rank has failed, has died or hangs.
+
+    Args:
+        exception: of this rank.
+        rank: this one.
+        failures: of the run; None: there is none.
+    """
+    if not lost_contact(exception):
+        return
+    text, cause = str(exception), None if failures is None else failures.cause
+    said = ", which has died, raised an exception or hung for longer than the strategy's timeout; the cause is in that"
+    said, trace = f"{said} rank's output", ""
+    if cause is not None:
+        said, trace = f": {cause}", "" if cause.__cause__ is None else f"\n{cause.__cause__}"
+    if said[2:] not in text:  # else it was said where it was noticed
+        exception.args = (f"{text}\nrank {rank} lost contact with another rank{said}{trace}", *exception.args[1:])

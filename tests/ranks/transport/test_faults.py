@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -56,7 +58,7 @@ def serve(listener: Listener, ranks: int) -> None:
     listener.publish(0, torch.zeros(4096, dtype=torch.uint8))
     gone = 0
     while gone < ranks:
-        for event in listener.events(None):
+        for event in listener.events(PATIENCE_S):
             gone += isinstance(event, Gone)
             if isinstance(event, Arrived):
                 listener.reply(event.rank, DONE)
@@ -122,15 +124,15 @@ def test_a_server_on_another_node_that_gives_no_sign_is_lost(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machine has lost power: no connection ends, and no answer comes."""
-    monkeypatch.setattr(link_module, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(link_module, "_LATER_S", 0.5)
     talk, process, address, pid = start_server("wire")
-    links = [connect(address, rank) for rank in (0, 1)]
+    links = [connect(address, rank, patience_s=0.5) for rank in (0, 1)]
     pulse = Pulse(links[0], 0.01)
     assert all(link.call(Request(kind=Ask.CLAIM)) == DONE for link in links)
     os.kill(pid, STOP)
     try:
         started_s = time.monotonic()
-        with pytest.raises(ServerLostError, match=r"the network failed"):
+        with pytest.raises(ServerLostError, match=r"has answered nothing for \d s: .*the network failed"):
             links[0].call(Request(kind=Ask.CLAIM))
         assert time.monotonic() - started_s < 10.0 and not links[0].left_behind
     finally:
@@ -158,12 +160,12 @@ def test_a_large_body_travels_in_pieces_each_of_which_is_a_sign_of_life(
         for reply in (DONE, Reply(kind=Say.STATE)):
             seen = len(happened)
             while not any(isinstance(event, Arrived) for event in happened[seen:]):
-                happened.extend(listener.events(None))
+                happened.extend(listener.events(PATIENCE_S))
             if reply is DONE:
                 assert torch.equal(listener.gradient(0, 2), pattern)
             listener.reply(0, reply)
         while Gone(0) not in happened:
-            happened.extend(listener.events(None))
+            happened.extend(listener.events(PATIENCE_S))
 
     server = threading.Thread(target=answer)
     server.start()
@@ -186,7 +188,7 @@ def test_the_last_answer_reaches_a_worker_that_is_late(kind: str, monkeypatch: p
     listener = make_listener(kind, 1, **SIZES)
 
     def answer_and_end() -> None:
-        while not any(isinstance(event, Arrived) for event in listener.events(None)):
+        while not any(isinstance(event, Arrived) for event in listener.events(PATIENCE_S)):
             pass
         listener.reply(0, DONE)
         listener.close()
@@ -197,7 +199,7 @@ def test_the_last_answer_reaches_a_worker_that_is_late(kind: str, monkeypatch: p
     receive = link._receive
 
     def late(*args: Any) -> Any:
-        link.sign_of_life(0.0)  # unread when the server ends
+        link.sign_of_life()  # unread when the server ends
         server.join()
         return receive(*args)
 
@@ -303,20 +305,82 @@ def test_a_worker_gone_mad_is_shown_the_door(kind: str, then: bytes, reason: str
 
 def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_place("shared_memory") as place, undisturbed(place):
-        monkeypatch.setattr(listeners, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+        monkeypatch.setattr(sockets, "peer_credentials", lambda connection: (1, os.getuid() + 1))
         (answer,), events = visit(place, b"")
         monkeypatch.undo()
         assert f"user {os.getuid() + 1} is not the user" in answer.text and events == []
 
 
-def test_who_says_nothing_is_dropped_when_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_place("shared_memory") as place, socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(place.address.partition("#")[0].removeprefix("unix:").replace("@", "\0"))
+def reached(place: Place) -> socket.socket:
+    """Returns a connection to the listener on which nothing has been said."""
+    at, _, port = place.address.partition("#")[0].rpartition(":")
+    if at == "unix":
+        return sockets.connect_to_unix(port, 5.0)
+    return sockets.connect_to_tcp(at, int(port), 5.0)
+
+
+def said(silent: socket.socket) -> bytes:
+    """Returns what the listener says until it ends the connection."""
+    silent.settimeout(5.0)
+    return b"".join(iter(lambda: silent.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_those_that_say_nothing_the_first_ones_go_when_others_come(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "_SILENT", 2)
+    with open_place(kind) as place, undisturbed(place), ExitStack() as stack:
+        silent = [stack.enter_context(reached(place)) for _ in range(3)]
         assert place.listener.events(0.02) == []
-        monkeypatch.setattr(listeners, "_HELLO_S", 0.0)
+        assert b"said nothing" in said(silent[0])
+        assert len(place.listener._peers) == 2 + 1  # and the worker that is undisturbed
         visit(place, lambda challenge, token: sockets.hello(7, challenge, token))
-        said = b"".join(iter(lambda: silent.recv(1 << 16), b""))
-        assert b"said nothing" in said
+        assert b"said nothing" in said(silent[1])
+
+
+def test_connections_of_other_users_put_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listeners, "_SILENT", 1)
+    with open_place("shared_memory") as place, undisturbed(place), ExitStack() as stack:
+        ours = stack.enter_context(reached(place))
+        assert place.listener.events(0.02) == []
+        monkeypatch.setattr(sockets, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+        strangers = [stack.enter_context(reached(place)) for _ in range(5)]
+        assert place.listener.events(0.02) == []
+        assert all(b"is not the user" in said(stranger) for stranger in strangers)
+        ours.setblocking(False)
+        assert ours.recv(1 << 16)  # the challenge, and no end
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+    assert len([record for record in caplog.records if "is not the user" in record.message]) == 1
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_without_descriptors_the_server_neither_spins_nor_dies(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_place("shared_memory") as place, undisturbed(place), ExitStack() as stack:
+        worker = place.start(1, called_thrice)
+        place.until(Joined(1), Arrived)
+        kept = [stack.enter_context(reached(place)) for _ in range(silent)]
+        assert place.listener.events(0.02) == []
+        looks = list[int]()
+
+        def accept_from(door: socket.socket) -> None:
+            looks.append(1)
+            raise OSError(errno.EMFILE, "too many open files")
+
+        accepts = sockets.accept_from
+        monkeypatch.setattr(sockets, "accept_from", accept_from)
+        waits = stack.enter_context(reached(place))
+        assert place.listener.events(0.1) == []
+        assert len(looks) == 1 + silent, "it looks again when a descriptor has become free, and not before"
+        assert all(b"said nothing" in said(connection) for connection in kept)
+        monkeypatch.setattr(sockets, "accept_from", accepts)
+        worker.kill()
+        assert place.until(Gone(1)) == [Gone(1)]
+        assert place.listener.events(0.02) == []
+        assert waits.recv(1 << 16)  # a challenge
 
 
 def test_a_server_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
