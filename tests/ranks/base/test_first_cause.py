@@ -119,7 +119,7 @@ def fit(
 
 def screens(
     world: int, engine: str, place: str, target: int, folder: Path, *, timeout_s: float = 60.0, batches: int = 8,
-    meanwhile: Callable[[list[Any]], None] = bool,
+    meanwhile: Callable[[list[Any]], object] = bool,
 ) -> dict[int, str]:  # fmt: skip
     """Returns what the ranks say that come to an end."""
     given = [(rank, world, engine, place, target, str(folder), timeout_s, batches) for rank in range(world)]
