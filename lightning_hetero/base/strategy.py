@@ -31,7 +31,6 @@ from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
-from lightning_hetero.base.removed import refuse_removed
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, register, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
@@ -106,7 +105,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        refuse_removed(type(self), kwargs)
+        if kwargs.pop("controller", None) is not None:  # Hydra's group of that name is above every engine's
+            other = "HeteroPipelineStrategy(controller=...)"
+            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
         check_ddp_arguments(kwargs, type(self))
         self.shared = SharedSettings(
             global_batch_size=global_batch_size,
