@@ -22,8 +22,8 @@ from lightning_hetero.measure.device import Stamp, device_of, is_out_of_memory
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
 from lightning_hetero.pipeline.runtime.execute.stage_link import CLOSED, HEAD_BYTES, STAMP, Job, StageLink
-from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S
 from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.failures import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 _TAG_CLEAR = 0x9A57

@@ -31,8 +31,9 @@ from torch import distributed as dist
 from lightning_hetero.measure.device import HostDevice, Stamp, is_out_of_memory
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, NeighbourWatch
+from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch
 from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.failures import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 HEAD_BYTES = 1024

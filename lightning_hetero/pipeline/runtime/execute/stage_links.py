@@ -45,7 +45,7 @@ class StageLinks:
         clock: ClockOf | None = None,
     ) -> None:  # fmt: skip
         self._wire, self._rank = wire, rank
-        self._watch = NeighbourWatch(wire, failures, timeout_s, rank)
+        self._watch = NeighbourWatch(wire, failures, timeout_s)
         self._links: dict[int, StageLink] = {}
         self._closed = False
         for peer in sorted(set(peers)):
