@@ -142,7 +142,8 @@ def exchange(rank: int, world_size: int) -> None:
     dist.barrier()
 
     # Whatever goes wrong in the sending thread, the training thread raises it.
-    links = StageLinks(dist.new_group(backend="gloo"), rank, [1 - rank], **options)
+    given = {**options, "failures": board(rank, "thread")}
+    links = StageLinks(dist.new_group(backend="gloo"), rank, [1 - rank], **given)
     if rank == 0:
         links._links[1]._let_out = lambda job: divide(job.parts)  # type: ignore[method-assign]
         with pytest.raises(TypeError, match="unsupported operand"):
