@@ -251,7 +251,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             if run.fitting:
                 self._finished = {} if run.failed else run.state_dict()
                 self._untold = run.step_events()  # a trace asks once more: `on_fit_end` comes after this
-            run.close()
+            run.end()
         super().teardown()
 
     def keep(self) -> None:

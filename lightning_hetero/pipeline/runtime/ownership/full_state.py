@@ -96,13 +96,12 @@ class WholeState:
 
         Raises:
             RuntimeError: as `state_dict`.
-            ValueError: the optimizer has a parameter that is not the module's.
         """
-        ownership, by_id = self._ownership, self._by_id(optimizer)
+        ownership, by_id = self._ownership, self._by_id()
         names: dict[int, str] = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            if by_id[id(parameter)] not in names.values():  # one that occurs again has its first index, as in torch
-                names[index] = by_id[id(parameter)]
+        for index, parameter in enumerate(_parameters(optimizer)):  # of a layer that was replaced, it is no more there
+            if (name := by_id.get(id(parameter))) is not None and name not in names.values():
+                names[index] = name  # one that occurs again has its first index, as in torch
         whole: dict[str, Any] = {}
 
         def state() -> dict[Any, Any]:
@@ -149,28 +148,21 @@ class WholeState:
             state: as from `optimizer_state`, or from stock torch. It is copied, as it may be mapped.
 
         Raises:
-            ValueError: other numbers of groups or parameters, as from torch; a parameter that is not the module's.
+            ValueError: other numbers of groups or parameters, as from torch.
         """
-        by_id = self._by_id(optimizer)
+        by_id = self._by_id()
         saved = (index for group in state["param_groups"] for index in group["params"])
-        names = {index: by_id[id(p)] for index, p in zip(saved, _parameters(optimizer), strict=False)}
+        names = {index: by_id.get(id(p)) for index, p in zip(saved, _parameters(optimizer), strict=False)}
         mine = {
             key: pytree.tree_map_only(Tensor, torch.clone, value)
             for key, value in state["state"].items()
-            if key not in names or self._ownership.holds(names[key])
+            if (name := names.get(key)) is None or self._ownership.holds(name)
         }
         optimizer.load_state_dict({**state, "state": mine})
 
-    def _by_id(self, optimizer: Optimizer) -> dict[int, str]:
-        """Returns the names of an optimizer's parameters."""
-        by_id = {id(tensor): name for name, tensor in self._ownership.tensors(self._module).items()}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            if id(parameter) not in by_id:
-                raise ValueError(
-                    f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(parameter.shape)}, is not the"
-                    " module's: make optimizers from the module's parameters, before the layers are divided"
-                )
-        return by_id
+    def _by_id(self) -> dict[int, str]:
+        """Returns the names of the module's parameters, by their ids."""
+        return {id(tensor): name for name, tensor in self._ownership.tensors(self._module).items()}
 
     # ---- from the owners to rank 0 -----------------------------------------------------------------------------
 
