@@ -27,6 +27,7 @@ from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.rounds import Rounds
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.measure.device import device_of
+from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.types import StepReport
 
 
@@ -50,16 +51,17 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: FederatedSettings,
         invitation: Invitation | None,
     ) -> None:  # fmt: skip
-        shared = strategy.shared
+        shared, self.members = strategy.shared, strategy.members
         settings.check(shared)
         agreed = settings.agreed(shared, strategy.ddp_arguments) if invitation is None else None
-        super().__init__(trainer, timeout=settings.collective_timeout(strategy.timeout), settings=agreed)
+        store = None if invitation is None else invitation.run_store
+        timeout = settings.collective_timeout(strategy.timeout)
+        super().__init__(trainer, timeout=timeout, settings=agreed, store=store)
         if settings.proximal and not self.module.automatic_optimization:
             raise ValueError(
                 "proximal > 0 with manual optimization: only user code knows which gradients belong to a step; add the"
                 " term to your losses there"
             )
-        self.members = strategy.members
         device, weight_of = device_of(strategy.root_device), shared.weight_in(self.module)
         self.steps = LocalSteps(trainer, device, weight_of, self.events)
         self.undo.callback(self.steps.compiles.close)
@@ -70,7 +72,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.clients: Clients | None = None
         if settings.min_clients is not None:
             self.clients = self.rounds.clients = Clients(
-                trainer, strategy, self.channel, settings, invitation, changed=self.rounds.changed
+                trainer, strategy, self.channel, settings, invitation, store=self.store, changed=self.rounds.changed
             )
         self.binder = self.rounds.binder
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -109,7 +111,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The ranks that are there."""
         return self.members.alive
 
     def engine_metrics(self) -> dict[str, float]:
@@ -251,8 +252,12 @@ class FederatedRun(ElasticRun[OwnBinder]):
     def fail(self, error: BaseException) -> None:
         """This rank failed: where others would go on without it, they are told why."""
         super().fail(error)
-        if self.clients is not None:
+        if self.clients is not None and self.ends_others(error):
             self.clients.fail(f"rank {self.members.rank} failed: {type(error).__name__}: {error}")
+
+    def ends_others(self, error: BaseException) -> bool:
+        """They go on if it was left behind, or is not yet one of them."""
+        return not (isinstance(error, LeftBehindError) or self.members.joining)
 
     def close(self) -> None:
         if self.clients is not None:

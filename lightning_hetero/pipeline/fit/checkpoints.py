@@ -10,7 +10,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_hetero.base.checks import naming_damage
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
@@ -110,18 +109,12 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
             if "run-stage" in args and self._run is not None and self._run.batches is not None:
                 self._run.batches.look()  # what on_fit_start has changed, before anything is run
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint of any engine, or of plain Lightning; a local file is mapped, not read into memory."""
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Maps a local file, and does not read it into memory."""
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         stock = type(self.checkpoint_io) is TorchCheckpointIO and self.world_size > 1
-        checkpoint = None
-        if stock:
-            with naming_damage(checkpoint_path):
-                checkpoint = load_mapped(checkpoint_path, weights_only)
-        if checkpoint is None:
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self.take_state(checkpoint)
-        return checkpoint
+        mapped = load_mapped(checkpoint_path, weights_only) if stock else None
+        return super().read_checkpoint(checkpoint_path, *args, **kwargs) if mapped is None else mapped
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._place is None:

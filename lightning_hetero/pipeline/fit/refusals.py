@@ -84,8 +84,8 @@ def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 CHANGE_BETWEEN = (
     "In a pipeline each rank has a part of the module, which is divided before training, and anew if all ranks change"
-    " it in on_fit_start, on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so in"
-    " configure_model, or use strategy='hetero_balanced'"
+    " it in on_fit_start, on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so"
+    " in configure_model, or use strategy='hetero_balanced'"
 )
 
 

@@ -225,10 +225,6 @@ class PipelineRun(RunOnRank):
         self.failures.wait(asked.work)
         self._requeue.finish(asked.result().item())
 
-    def fail(self, error: BaseException) -> None:
-        """Tells all ranks why this one stops."""
-        self.failures.report(error)
-
     def close(self) -> None:
         """Ends the run: the module is whole again on every rank, on the CPU; if it failed, only what needs no peer."""
         try:
@@ -236,5 +232,4 @@ class PipelineRun(RunOnRank):
             if self.place is not None:
                 self.place.close()
         finally:
-            self.failures.leave(self.channel.world_size, hosts=self.channel.rank == 0)
             super().close()

@@ -33,6 +33,7 @@ from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
+from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.transport.groups import group_members
 from lightning_hetero.transport.store import host_store
 from lightning_hetero.types import StepReport
@@ -62,14 +63,18 @@ class StaleRun(ElasticRun[AssignedBinder]):
     def __init__(
         self, trainer: Trainer, settings: StaleSettings, members: Members, invitation: Invitation | None
     ) -> None:
-        super().__init__(trainer, timeout=settings.timeout, settings=settings.agreed if invitation is None else None)
+        self._members = members
+        agreed, store = (settings.agreed, None) if invitation is None else (None, invitation.run_store)
+        super().__init__(trainer, timeout=settings.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         self.session = session = Session(trainer, settings, members, meetings=met)
         requests = JoinRequests(settings.environment)
         groups = Groups(trainer, session, members, channel, settings)
-        self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
+        self.admission = Admission(
+            trainer, session, members, groups, requests, store=self.store, generation=generation
+        )
         self.meetings = ServerMeetings(
             trainer, session, members, groups, self.admission, liveness_s=settings.server.liveness_s,
             leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
@@ -82,7 +87,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
-        self._settings, self._members, self._groups = settings, members, groups
+        self._settings, self._groups = settings, groups
         self._invited_to = None if invitation is None else Address.of(invitation.address)
         self._stored: Mapping[str, Any] = {}
         self._callback_hooks = ExitStack()
@@ -91,6 +96,10 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.undo.callback(self.meetings.close)
         self.undo.callback(self.admission.close)
         self.undo.callback(self._callback_hooks.close)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return self._members.alive
 
     @property
     def worker(self) -> Worker | None:
@@ -334,13 +343,15 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return super().sizes_differ(error, StepLoop._end_batch, *again)
 
     def fail(self, error: BaseException) -> None:
-        """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of
-        them."""
+        """This rank failed: tells the others why."""
         super().fail(error)
-        if not self._is_in or (isinstance(error, SIGTERMException) and not self._members.is_lowest):
-            return  # its connection ends
-        if self.worker is not None:
+        if self.worker is not None and self.ends_others(error):  # else its connection ends
             self.worker.abort(f"rank {self._members.rank} failed: {type(error).__name__}: {error}", error)
+
+    def ends_others(self, error: BaseException) -> bool:
+        """They go on if it was only told to go (SIGTERM), was left behind, or is not yet one of them."""
+        told_to_go = isinstance(error, SIGTERMException) and not self._members.is_lowest
+        return self._is_in and not told_to_go and not isinstance(error, LeftBehindError)
 
     def close(self) -> None:
         self.binder.close()

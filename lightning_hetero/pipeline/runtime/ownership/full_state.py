@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.objects import gathered, packed, receive, send
+from lightning_hetero.transport.whole_files import whole_file
 
 K = TypeVar("K", bound=Hashable)
 
@@ -241,7 +242,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a local checkpoint tensor by tensor; the file appears when it is complete.
+    """Writes a local checkpoint tensor by tensor; see `whole_file`.
 
     The same as Lightning's own `TorchCheckpointIO` writes, which collects the whole file in memory first, twice: of a
     pipeline that is the whole model and its optimizer, for which no rank need have room.
@@ -253,15 +254,8 @@ def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: no space, or the folder cannot be written to; an old file is still there then.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            torch.save(checkpoint, file)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        torch.save(checkpoint, file)
 
 
 def load_mapped(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any] | None:
