@@ -154,7 +154,7 @@ def trained(rank: int, world: int, engine: str, options: dict[str, Any], batches
         rank, world, engine, {engine: options}, max_epochs=late + 1, callbacks=[looks, StragglerMonitor()],
         check_val_every_n_epoch=max(1, early // 3),
     )  # fmt: skip
-    trainer.strategy._monitor = True
+    trainer.strategy._monitor = True  # pyright: ignore[reportAttributeAccessIssue]
     data = TensorDataset(torch.randn(4 * batches, 2))
     trainer.fit(Net(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2 * batches))
     assert len(looks.found) == 2
@@ -177,6 +177,7 @@ def test_nothing_that_is_kept_grows(variant: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_that_is_kept_grows_in_3000_steps(variant: str) -> None:
     no_list_grows(variant, 100, 10, 30)

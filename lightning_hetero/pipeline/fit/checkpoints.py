@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from lightning_hetero.base.checks import naming_full_disk
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
@@ -98,7 +99,8 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         if type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None or not is_local(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
-            save_streamed(checkpoint, filepath)
+            with naming_full_disk(filepath):
+                save_streamed(checkpoint, filepath)
         if run is not None and run.failed and whole is not None:
             torch.distributed.barrier(group=whole.group)  # as long as another one lives, rank 0 can write
 
@@ -106,8 +108,12 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         """After a failure no rank waits for those that may not come."""
         if self._run is None or not self._run.failed:
             super().barrier(*args, **kwargs)
-            if "run-stage" in args and self._run is not None and self._run.batches is not None:
-                self._run.batches.look()  # what on_fit_start has changed, before anything is run
+            if "run-stage" in args:  # what on_fit_start has changed, before anything is run
+                self._look()
+
+    def _look(self) -> None:
+        if self._run is not None and self._run.batches is not None:
+            self._run.batches.look()
 
     def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Maps a local file, and does not read it into memory."""
@@ -125,7 +131,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._place is None:
             return super().load_optimizer_state_dict(checkpoint)
-        self._place.look()  # on_fit_start may have made other parameter groups
+        self._look()  # on_fit_start may have made other parameter groups
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._place.held.whole.load_optimizer_state(optimizer, state)
 

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -361,6 +361,8 @@ class RankInPlan:
             if self.runner is not None:
                 self.runner.close()
             if not self.run.failures.reported:
+                with suppress(RuntimeError):  # what cannot be divided anew is named below; a rank that is lost, there
+                    self.look()
                 to_device(self.run.module, self.run.optimizers, torch.device("cpu"))
                 lost = restore(self.run.module, self.run.optimizers, self.held.ownership, self.run.channel.group)
                 for copy in self.copies:

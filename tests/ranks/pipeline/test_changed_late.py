@@ -23,6 +23,9 @@ EXACT, EPOCHS = 1e-12, 4
 class Net(LightningModule):
     """Four layers and a head; ``extra`` and ``scale`` are made by hooks, if at all."""
 
+    extra: Any
+    scale: Any
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -48,6 +51,7 @@ class Spy(nn.Module):
     """Stands in the place of a layer and counts its calls."""
 
     calls = 0
+    inner: Any
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -58,9 +62,9 @@ class Spy(nn.Module):
         return self.inner(x)
 
 
-def linear(*sizes: int) -> nn.Linear:
+def linear(before: int, behind: int) -> nn.Linear:
     torch.manual_seed(7)
-    return nn.Linear(*sizes).double()
+    return nn.Linear(before, behind).double()
 
 
 def adds(net: Net, trainer: Trainer) -> None:
@@ -99,7 +103,8 @@ def another_weight(net: Net, trainer: Trainer) -> None:
 
 
 def weight_of_weight(net: Net, trainer: Trainer) -> None:
-    net.body[2].weight = nn.Parameter(net.body[2].weight.detach() * 2)
+    layer: Any = net.body[2]
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
 
 
 def registers(net: Net, trainer: Trainer) -> None:
@@ -255,6 +260,8 @@ def test_copies_of_the_module_that_callbacks_have_made_are_not_forgotten() -> No
 class LazyMask(nn.Module):
     """Makes a buffer in its first forward pass, on the rank that runs it."""
 
+    mask: Any
+
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "mask"):
             self.register_buffer("mask", torch.ones(x.shape[-1], dtype=x.dtype))
@@ -279,7 +286,7 @@ def test_a_buffer_that_a_layer_makes_when_it_runs_is_left_where_it_runs() -> Non
     assert all(off < EXACT and not said for off, said in run_ranks(2, lazy))
 
 
-def late(rank: int, world: int) -> tuple[list[str], list[str]]:
+def untaken(rank: int, world: int) -> tuple[list[str], list[str]]:
     """`on_train_end` is over when this changes the module: nothing looks at it any more."""
     module = Net()
     given = {"pipeline": {"backbone": "body", "plan": kit.two_stages(0, 2, 4)}}
@@ -288,7 +295,7 @@ def late(rank: int, world: int) -> tuple[list[str], list[str]]:
 
     def on_train_end() -> None:
         stock()
-        adds(module, trainer)
+        appends(module, trainer)
         removes(module, trainer)
         replaces(module, trainer)
 
@@ -301,10 +308,10 @@ def late(rank: int, world: int) -> tuple[list[str], list[str]]:
 
 
 def test_teardown_gathers_what_fits_and_names_the_rest_once() -> None:
-    ranks = run_ranks(2, late)
+    ranks = run_ranks(2, untaken)
     assert all(
-        names == ["body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias", "head.weight", "extra.weight",
-                  "extra.bias"]
+        names == ["body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias", "body.4.weight", "body.4.bias",
+                  "head.weight"]
         for names, _ in ranks
     )  # fmt: skip
-    assert len(ranks[0][1]) == 1 and "extra.bias, extra.weight; the rest is whole" in ranks[0][1][0]
+    assert len(ranks[0][1]) == 1 and "body.4.bias, body.4.weight; the rest is whole" in ranks[0][1][0]
