@@ -28,6 +28,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.groups import leave_default_group
 from lightning_hetero.transport.run_store import RunStore
+from lightning_hetero.transport.whole_files import name_of_process, remove_left
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -104,9 +105,11 @@ class Admission:
         root = str(trainer.default_root_dir)
         # What a joining rank loads is a file on disk, never a URL that somebody names to it.
         folder = os.getcwd() if "://" in root else os.path.abspath(root)
-        path = os.path.join(folder, f".joining-{os.getpid()}-{self._generation}.ckpt")
+        path = os.path.join(folder, f".joining-{name_of_process()}-{self._generation}.ckpt")
         self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
         if self._asking:
+            if members.is_lowest and os.path.isdir(folder):
+                remove_left(folder, ".joining-")
             self._checkpoint = path
             self._save()
 
