@@ -75,7 +75,7 @@ class PipelineSettings:
 
     @property
     def gloo_timeout(self) -> timedelta:
-        """Of process groups: gloo counts time in which the job is suspended, and the failure board ends waits in time."""
+        """The timeout of process groups: gloo counts suspended time, too; the failure board ends waits before."""
         return timedelta(seconds=10 * self.timeout_s)
 
     def fingerprint(self) -> dict[str, str]:
