@@ -58,6 +58,7 @@ BOUNDED: dict[str, set[str]] = {
         "pipeline/runtime/ownership/gradients.py::Bucket.collect",
         "pipeline/runtime/ownership/gradients.py::GradientSync._total",
         "transport/run_store.py::RunStore.ask",
+        "transport/store.py::_within",
     },
     "a daemon thread's own loop: the training thread waits with a deadline, and closes what this one waits for": {
         "lightning_compat/process_launchers.py::ProcessLauncher._answer",
@@ -79,8 +80,8 @@ BOUNDED: dict[str, set[str]] = {
         "stale/runtime/work/worker.py::Worker.abort",
     },
     "the socket waits for a beat at most, or not at all": {
-        "transport/listener.py::Listener._accept",
         "transport/listener.py::Listener._read",
+        "transport/sockets.py::accept_from",
         "transport/sockets.py::connect_to_unix",
         "transport/sockets.py::receive_into",
         "transport/sockets.py::receive_welcome",

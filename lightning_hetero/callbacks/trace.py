@@ -61,10 +61,6 @@ class HeteroTrace(Callback):
         watch_again(self)
         goes_on = self._run if self._resumed or trainer.global_step > 0 else ""
         self._run, self._resumed = trainer.strategy.broadcast(goes_on or secrets.token_hex(4)), False
-        self._open(trainer, dirpath)
-
-    @never_raises
-    def _open(self, trainer: Trainer, dirpath: str) -> None:
         self._close()
         self._source = event_source(trainer)
         self._rank = trainer.global_rank
@@ -98,15 +94,12 @@ class HeteroTrace(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._note_fault(trainer, exception)
-        self._close()
-
-    @never_raises
-    def _note_fault(self, trainer: Trainer, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the strategy may be what broke; its error must not hide the first one
             self._drain()
-        data = {"error": f"{type(exception).__name__}: {exception}"}
-        self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
+        with contextlib.suppress(Exception):
+            data = {"error": f"{type(exception).__name__}: {exception}"}
+            self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()

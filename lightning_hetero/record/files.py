@@ -42,17 +42,17 @@ class LineFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path, self.closed = Path(path), False
         self._file: FileIO | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-            if _ends_torn(self.path):
-                self._file.write(b"\n")
+            self._file = file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (closed by close)
+            if (end := file.seek(0, 2)) and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
+                file.write(b"\n")
         except OSError as error:
             self._stop(error)
 
-    def write(self, lines: bytes) -> None:
+    def append(self, lines: bytes) -> None:
         """Hands whole lines to the operating system."""
         file, written = self._file, 0
         if file is None:
@@ -73,7 +73,7 @@ class LineFile:
 
     def close(self) -> None:
         """Ends the writing; may be called again."""
-        file, self._file = self._file, None
+        file, self._file, self.closed = self._file, None, True
         if file is not None:
             try:
                 file.close()
@@ -88,11 +88,3 @@ class LineFile:
             if file is not None:
                 file.close()
         tell(f"{self.path} is not written any more: {error}. Training goes on without it")
-
-
-def _ends_torn(path: Path) -> bool:
-    if path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
