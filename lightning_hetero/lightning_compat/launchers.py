@@ -167,9 +167,9 @@ def _end_stopped(owner: int, procs: list[subprocess.Popen]) -> None:
     """
     for rank, proc in enumerate(procs, 1) if os.getpid() == owner else ():
         if proc.poll() is None and process_state(proc.pid) == b"T":
-            print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
-            with suppress(OSError):
+            with suppress(OSError):  # perhaps nobody reads the screen any more
                 proc.kill()
+                print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
 
 
 def note_death(local_rank: int, code: int) -> None:
@@ -280,8 +280,8 @@ def _ending_with_parent(launch: int) -> Iterator[None]:
                     return
                 if not finished.wait(GRACE_S):
                     rank = os.environ.get("LOCAL_RANK", "?")
-                    sys.stderr.write(f"local rank 0 is gone; local rank {rank} ends, too\n")
-                    sys.stderr.flush()
+                    with suppress(OSError):  # perhaps nobody reads the screen any more, and this rank is to end
+                        print(f"local rank 0 is gone; local rank {rank} ends, too", file=sys.stderr, flush=True)
                     os._exit(1)
                 return
 
