@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -83,8 +83,8 @@ class Invitation:
     members: tuple[int, ...]
     nodes: tuple[tuple[int, int], ...]
     meetings: int
-    address: Mapping[str, Any]
-    store: Mapping[str, Any] | None = None
+    address: Mapping[str, Any] = field(repr=False)  # with tokens
+    store: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def run_store(self) -> StoreAddress | None:
