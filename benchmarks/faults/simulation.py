@@ -29,9 +29,9 @@ from benchmarks.faults.world import EndlessError, Process, World
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.runtime import start
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
+from lightning_hetero.transport.membership import Limits
 
 _MOST_EVENTS = 50_000
 

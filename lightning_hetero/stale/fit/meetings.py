@@ -20,7 +20,7 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.runtime.messages import Met
+from lightning_hetero.stale.runtime.messages import MetAtServer
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -78,7 +78,6 @@ class ServerMeetings:
         self._come_s = _SIGNS_TO_COME * liveness_s
         self._leave_step, self._take_over_changes = leave_step, take_over_changes
         self._validating = set[int]()
-        self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)
         self._points = _MeetingPoints(self)
@@ -129,18 +128,15 @@ class ServerMeetings:
         if worker is None:
             return
         met = self._meet(what, call)
-        if met.generation != self._generation:
-            self._generation = met.generation
-            self._regroup(met.alive)
+        self._regroup(met.alive)
         while not self._groups.all_come(self._come_s):
             met = self._meet("a rank was lost between a meeting and its collective")
-            self._generation = met.generation
             self._regroup(met.alive, anew=True)
         if pull:
             worker.pull()
 
-    def _meet(self, what: str, call: int | None = None) -> Met:
-        met = self._session.meet(what, call)
+    def _meet(self, what: str, call: int | None = None) -> MetAtServer:
+        met = self._session.meet(what, call=call)
         self.counts = met.counts
         for notice in met.notices:
             self._members.warn_once(notice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,11 +17,12 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Alive, WorkerLink
 from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import Listener
+from lightning_hetero.transport.membership import Limits
 from lightning_hetero.transport.store import host_store
 
 _CONNECT_S = 60.0  # for a worker that was told the address
@@ -148,7 +148,7 @@ def start_server(
         )
         ready({"port": store.port})
         try:
-            serve(server, listener, time.monotonic, orphaned=orphaned)
+            serve(server, listener, awake_s, orphaned=orphaned)
         finally:
             listener.close()
 
@@ -188,7 +188,7 @@ def serve(
     """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
 
     Args:
-        clock: monotonic time [s].
+        clock: monotonic time, as `awake_s` [s].
         orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
             have been silent for so long as a meeting waits for one.
     """

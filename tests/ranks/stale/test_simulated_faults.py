@@ -13,8 +13,8 @@ from benchmarks.faults.cases import Case, Fault, Point, case_of
 from benchmarks.faults.simulation import Outcome, simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.runtime.serve.agreement import LiveWorkers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.transport.membership import Membership
 
 SCHEDULES = 120
 WITHIN = 90  # a bug must be found within so many schedules
@@ -110,7 +110,7 @@ def whatever_became_of_it(receive: Callable[..., Any]) -> Callable[..., Any]:
 BUGS: dict[str, tuple[type, str, Callable[[Any], Any], str]] = {
     "a contribution counts twice": (OpenBatch, "accept", twice, "2 times"),
     "a meeting waits for the dead": (
-        LiveWorkers,
+        Membership,
         "gone",
         lambda _: lambda self, rank, reason, **_: self.connected.discard(rank),
         "no answer",

@@ -23,9 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.fit.session import Session, StaleSettings
-from lightning_hetero.stale.runtime.messages import Met
+from lightning_hetero.stale.runtime.messages import MetAtServer
 from lightning_hetero.transport.groups import (
     MemberMissingError,
     leave_default_group,
@@ -195,9 +194,9 @@ def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(monkeypatch: pyt
     session = create_autospec(Session, instance=True, meetings=7)
     left = [(0, 3, 4), (0, 3)]
 
-    def meet(what: str) -> Met:
+    def meet(what: str) -> MetAtServer:
         session.meetings += 1
-        return Met(left.pop(0), 9, Counts(), [f"at meeting {session.meetings}"])
+        return MetAtServer(left.pop(0), notices=(f"at meeting {session.meetings}",))
 
     session.meet.side_effect = meet
     parts = [create_autospec(kind) for kind in (Trainer, SideChannel, StaleSettings)]
