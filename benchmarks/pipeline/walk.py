@@ -22,13 +22,14 @@ from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 SEED = 0
@@ -109,7 +110,9 @@ class Walk:
             scenario = Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)
             self.busy = busy = EmulatedPace(CPU, scenario, rank)  # as under the strategy
             busy.parts = parts_of(model, group, rank)
-        failures = FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank)
+        failures = FailureBoard(
+            RunStore(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), b""), rank
+        )
 
         def clock(peer: int) -> LinkClock | SlowClock:
             if not emulated or sleeps_inside:

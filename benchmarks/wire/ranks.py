@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from benchmarks.torchrun import as_rank
 from lightning_hetero.pipeline.decide.schedule import What
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 
 SIZES = {"16 kB": 16 * 2**10, "64 kB": 64 * 2**10, "1 MB": 2**20}
 WARM_UP = 20
@@ -55,7 +56,7 @@ def measure(rank: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Returns how long each message took, by size and way, which take turns [s]."""
     peer, wire = 1 - rank, dist.new_group(backend="gloo")
     assert isinstance(wire, dist.ProcessGroup)
-    store = dist.PrefixStore("wire", dist.distributed_c10d._get_default_store())
+    store = RunStore(dist.PrefixStore("wire", dist.distributed_c10d._get_default_store()), b"")
     links = StageLinks(
         wire, rank, [peer], device=torch.device("cpu"), failures=FailureBoard(store, rank), timeout_s=60.0
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
@@ -24,7 +27,9 @@ from lightning_hetero.base.checks import check_same_settings
 from lightning_hetero.base.loaders import LoaderBinder
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.data.forks import spare_inherited
+from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.groups import make_group
+from lightning_hetero.transport.run_store import RunStore, StoreAddress
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Event
 
@@ -91,13 +96,16 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     Args:
         trainer: the running trainer; the default process group exists.
         timeout: of collectives.
-        settings: what must be the same on all ranks, as words; ``None``: nobody is asked.
+        settings: what must be the same on all ranks, as words; ``None``: this rank joins others, and asks nobody.
+        store: where a rank that joins finds the run's store; None: nobody knows.
 
     Attributes:
         trainer: the running trainer.
         module: its module.
         fitting: whether this is a fit.
         channel: small collectives beside training.
+        store: that the ranks of the run share.
+        failures: what failed first, on any of them.
         events: of this rank.
         undo: what is undone at the end, last first.
         binder: the train loaders; set by the subclass.
@@ -110,7 +118,10 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     binder: Binder
     channel_is_idle: ClassVar[bool] = False
 
-    def __init__(self, trainer: Trainer, *, timeout: timedelta | None, settings: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, trainer: Trainer, *, timeout: timedelta | None, settings: Mapping[str, str] | None,
+        store: StoreAddress | None = None,
+    ) -> None:  # fmt: skip
         self.trainer = trainer
         self.module = trainer.lightning_module
         self.fitting = trainer.state.fn == TrainerFn.FITTING
@@ -121,13 +132,24 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         if dist.get_world_size() > 1:
             own_memory(self.module)
         self.channel = SideChannel(gloo_group(timeout))
-        if settings is not None:
+        patience, strategy = timeout or default_pg_timeout, trainer.strategy
+        assert isinstance(strategy, DDPStrategy) and strategy.cluster_environment is not None
+        if settings is None:
+            self.store = RunStore.join(store, patience)
+        else:
             common = {
                 "lightning_hetero": __version__,
                 "torch": torch.__version__,
                 "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
             }
-            check_same_settings(self.channel.all_gather_object({**common, **settings}))
+            own = {**common, **settings}, strategy.node_rank
+            everyone, nodes = zip(*self.channel.all_gather_object(own), strict=True)
+            apart = strategy.num_nodes > 1 or len({*nodes}) > 1
+            far = strategy.cluster_environment.main_address if strategy.node_rank == 0 else socket.gethostname()
+            host = far if apart else "127.0.0.1"
+            self.store = RunStore.of_all(self.channel, host, patience)
+            check_same_settings(everyone)
+        self.failures = FailureBoard(self.store, trainer.global_rank)
         if self.fitting:
             self.undo.callback(compat.keep_train_sampler(trainer))
             self.undo.callback(compat.count_throughput(trainer, self.trained))
@@ -140,6 +162,11 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     @abstractmethod
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes a checkpoint's state, of this engine or another, before the loaders are set up; empty: stock DDP's."""
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are there, ascending."""
+        return tuple(range(self.trainer.world_size))
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -189,5 +216,8 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
 
     def close(self) -> None:
         """Ends the run; after a failure without waiting for anybody."""
-        self.undo.close()
-        self.channel.close(destroy=self.channel_is_idle or not self.failed)
+        try:
+            self.undo.close()
+        finally:
+            self.failures.leave(self.present)
+            self.channel.close(destroy=self.channel_is_idle or not self.failed)

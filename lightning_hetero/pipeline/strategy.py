@@ -158,7 +158,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             device=self.root_device,
             process_group_backend=self.process_group_backend,
             timeout=self.timeout,
-            main_address=self.cluster_environment.main_address,
             controller=controller,
         )
         run = PipelineRun(trainer, settings)

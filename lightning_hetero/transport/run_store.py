@@ -9,10 +9,12 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_hetero.transport.aside import Aside
 from lightning_hetero.transport.side_channel import SideChannel
@@ -77,6 +79,20 @@ class SignedStore:
         return hmac.new(self._secret, f"{key}\n{value}".encode(), _DIGEST).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a rank that joins finds the store of the run.
+
+    Attributes:
+        host, port: of the store.
+        secret: of the run, as hexadecimal digits.
+    """
+
+    host: str
+    port: int
+    secret: str = field(repr=False)
+
+
 class RunStore:
     """A signed store whose host may be stopped: what is asked is asked from a thread that is left alone then.
 
@@ -84,13 +100,21 @@ class RunStore:
     it is, and with it torch's lock on this connection: nobody asks again.
 
     Args:
-        store, secret: see `SignedStore`.
+        store, secret: see `SignedStore`; no store: this rank has no part in it.
         answer_s: how long the host may be silent [s].
+        address: for ranks that join.
+        hosts: whether the store is in this process.
+
+    Attributes:
+        address, hosts: as given.
     """
 
-    def __init__(self, store: Store, secret: bytes, *, answer_s: float) -> None:
-        self._signed: SignedStore | None = SignedStore(store, secret)
-        self._answer_s = answer_s
+    def __init__(
+        self, store: Store | None, secret: bytes, *, answer_s: float = 1800.0, address: StoreAddress | None = None,
+        hosts: bool = False,
+    ) -> None:  # fmt: skip
+        self._signed = None if store is None else SignedStore(store, secret)
+        self._answer_s, self.address, self.hosts = answer_s, address, hosts
         self._silent_s = 0.0
 
     @classmethod
@@ -102,13 +126,33 @@ class RunStore:
             host: address of rank 0's machine; on a loopback address nobody else can connect.
             timeout: of the store's own operations, and of its host's silence.
         """
-        hosted = host_store(host, timeout) if channel.rank == 0 and channel.world_size > 1 else None
-        said = None if channel.rank else (secrets.token_bytes(32), 0 if hosted is None else hosted.port)
-        secret, port = channel.all_gather_object(said)[0]
-        store: Store = hosted or (
-            TCPStore(host, port, is_master=False, timeout=timeout) if channel.world_size > 1 else HashStore()
+        if channel.world_size == 1:
+            return cls(HashStore(), b"", answer_s=timeout.total_seconds())
+        hosted = host_store(host, timeout) if channel.rank == 0 else None
+        said = None if hosted is None else StoreAddress(host, hosted.port, secrets.token_hex(32))
+        return cls.join(channel.all_gather_object(said)[0], timeout, hosted)
+
+    @classmethod
+    def join(cls, address: StoreAddress | None, timeout: timedelta, hosted: Store | None = None) -> RunStore:
+        """Returns the store of a run that others have begun.
+
+        Args:
+            address: of the store; None: nobody knows where it is, and this rank has no part in it.
+            timeout: see `of_all`.
+            hosted: the store itself, if it is in this process.
+
+        Raises:
+            RuntimeError: nobody answers there.
+        """
+        if address is None:
+            return cls(None, b"")
+        store = hosted or TCPStore(
+            address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        return cls(PrefixStore("run", store), secret, answer_s=timeout.total_seconds())
+        return cls(
+            store, bytes.fromhex(address.secret), answer_s=timeout.total_seconds(), address=address,
+            hosts=hosted is not None,
+        )  # fmt: skip
 
     def ask(self, question: Callable[[SignedStore], T], answer_s: float | None = None) -> T:
         """Returns what a question gives.
@@ -134,6 +178,13 @@ class RunStore:
             f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or"
             " this rank is cut off from the network"
         )
+
+    def reached(self, answer_s: float = 1.0) -> StoreAddress | None:
+        """Returns its address for a rank that joins; None: its host is gone, or silent for so long."""
+        with suppress(RuntimeError):
+            self.ask(lambda store: store.get("reached"), answer_s)
+            return self.address
+        return None
 
     def let_go(self) -> None:
         """Closes the connection; idempotent."""

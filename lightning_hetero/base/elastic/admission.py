@@ -27,6 +27,7 @@ from lightning_hetero.base.elastic.groups import Groups, MeetingPlace
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.groups import leave_default_group
+from lightning_hetero.transport.run_store import RunStore
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -58,6 +59,7 @@ class Admission:
         members: who takes part.
         groups: rebuilt with whoever joins.
         requests: where joining ranks ask.
+        store: of the run.
         generation: of the process group built with a joining rank last.
     """
 
@@ -69,11 +71,12 @@ class Admission:
         groups: Groups,
         requests: JoinRequests,
         *,
+        store: RunStore,
         generation: int = FIRST_GENERATION,
     ) -> None:
         self._trainer, self._place, self._members = trainer, place, members
         self._groups, self._requests = groups, requests
-        self._generation = generation
+        self._store, self._generation = store, generation
         self._asking: list[int] = []
         self._checkpoint, self._wrote = "", False
         self._invitations: list[str] = []
@@ -150,6 +153,7 @@ class Admission:
         alive = tuple(sorted({*before, *asking}))
         speaks = members.is_lowest  # now: a joining rank may be lower, and knows nothing of this
         if speaks:
+            store = self._store.reached()
             invitation = Invitation(
                 checkpoint=self._checkpoint,
                 generation=self._generation,
@@ -157,6 +161,7 @@ class Admission:
                 nodes=tuple(members.nodes.items()),
                 meetings=self._place.meetings,
                 address=asdict(self._place.address),
+                store=None if store is None else asdict(store),
             )
             for rank in asking:
                 self._invitations.append(f"{self._checkpoint}.{rank}")

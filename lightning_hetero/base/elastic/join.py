@@ -46,6 +46,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
+from lightning_hetero.transport.run_store import StoreAddress
 from lightning_hetero.transport.store import host_store
 
 FIRST_GENERATION = 1 << 40
@@ -74,6 +75,7 @@ class Invitation:
         nodes: (rank, node) of those whose node is known.
         meetings: how many meetings the members have had.
         address: ``host`` and ``port`` of the store where the members meet now, and what else the engine's place has.
+        store: of `StoreAddress`, of the run's store; None: who held it has died.
     """
 
     checkpoint: str
@@ -82,6 +84,12 @@ class Invitation:
     nodes: tuple[tuple[int, int], ...]
     meetings: int
     address: Mapping[str, Any]
+    store: Mapping[str, Any] | None = None
+
+    @property
+    def run_store(self) -> StoreAddress | None:
+        """Where the run's store is."""
+        return None if self.store is None else StoreAddress(**self.store)
 
     def write(self, path: str, asked: str) -> None:
         """Puts it into a new file that only this user can read.

@@ -24,6 +24,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.transport.groups import group_members, leave_default_group
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, Roll, RollCall
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.transport.store import host_store
 
@@ -53,6 +54,7 @@ class Clients:
         channel: small collectives of all clients.
         settings: of the fit.
         invitation: into a run of others.
+        store: of the run.
         changed: called when other clients are there, with the reason.
 
     Attributes:
@@ -65,7 +67,7 @@ class Clients:
 
     def __init__(
         self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], channel: SideChannel, settings: FederatedSettings,
-        invitation: Invitation | None, *, changed: Callable[[str], None],
+        invitation: Invitation | None, *, store: RunStore, changed: Callable[[str], None],
     ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
         self.trainer, self.open = trainer, False
@@ -79,7 +81,9 @@ class Clients:
         self._groups = Groups(trainer, self, members, channel, self)
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         requests = JoinRequests(strategy.cluster_environment)
-        self.admission = _Admission(trainer, self, members, self._groups, requests, generation=generation)
+        self.admission = _Admission(
+            trainer, self, members, self._groups, requests, store=store, generation=generation
+        )
 
     def _begin(self, strategy: ElasticDDPStrategy[Any], invitation: Invitation | None) -> tuple[RollCall, _Address]:
         """Returns this rank's end of the roll call, and where it is held: by the lowest rank, or as it was invited."""

@@ -53,7 +53,9 @@ class FederatedRun(ElasticRun[OwnBinder]):
         shared = strategy.shared
         settings.check(shared)
         agreed = settings.agreed(shared, strategy.ddp_arguments) if invitation is None else None
-        super().__init__(trainer, timeout=settings.collective_timeout(strategy.timeout), settings=agreed)
+        store = None if invitation is None else invitation.run_store
+        timeout = settings.collective_timeout(strategy.timeout)
+        super().__init__(trainer, timeout=timeout, settings=agreed, store=store)
         if settings.proximal and not self.module.automatic_optimization:
             raise ValueError(
                 "proximal > 0 with manual optimization: only user code knows which gradients belong to a step; add the"
@@ -70,7 +72,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.clients: Clients | None = None
         if settings.min_clients is not None:
             self.clients = self.rounds.clients = Clients(
-                trainer, strategy, self.channel, settings, invitation, changed=self.rounds.changed
+                trainer, strategy, self.channel, settings, invitation, store=self.store, changed=self.rounds.changed
             )
         self.binder = self.rounds.binder
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -109,7 +111,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The ranks that are there."""
         return self.members.alive
 
     def engine_metrics(self) -> dict[str, float]:

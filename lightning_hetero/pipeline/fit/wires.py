@@ -19,7 +19,6 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
@@ -27,7 +26,6 @@ from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.solvers.chain.chain import DepthRule
-from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 
@@ -56,7 +54,6 @@ class PipelineSettings:
     Attributes:
         device: of this rank's layers.
         process_group_backend: of the groups that sum gradients.
-        main_address: of the host that rank 0 is on.
         controller: decides on other plans while a fit trains; None: nothing does.
     """
 
@@ -69,7 +66,6 @@ class PipelineSettings:
     device: torch.device
     process_group_backend: str | None
     timeout: timedelta | None
-    main_address: str
     controller: LyapunovController | None
 
     @property
@@ -97,7 +93,6 @@ class RunOnRank(EngineRun[PipelineBinder]):
 
     Attributes:
         settings: as given.
-        failures: of the run.
         scenario: that stages sleep for, where a `ThrottleCallback` emulates training.
         scenario_step: returns the scenario's step from the number of batches trained so far.
         backbone: the module's layers; the module is whole at first.
@@ -112,8 +107,6 @@ class RunOnRank(EngineRun[PipelineBinder]):
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
         super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
         self.settings = settings
-        store = run_store(self.channel, settings.main_address, settings.timeout)
-        self.failures = FailureBoard(store, self.channel.rank, answer_s=settings.timeout_s)
         self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
         self.scenario: Scenario | None = None
         self.scenario_step: Callable[[int], int] = int

@@ -62,14 +62,17 @@ class StaleRun(ElasticRun[AssignedBinder]):
     def __init__(
         self, trainer: Trainer, settings: StaleSettings, members: Members, invitation: Invitation | None
     ) -> None:
-        super().__init__(trainer, timeout=settings.timeout, settings=settings.agreed if invitation is None else None)
+        agreed, store = (settings.agreed, None) if invitation is None else (None, invitation.run_store)
+        super().__init__(trainer, timeout=settings.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         self.session = session = Session(trainer, settings, members, meetings=met)
         requests = JoinRequests(settings.environment)
         groups = Groups(trainer, session, members, channel, settings)
-        self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
+        self.admission = Admission(
+            trainer, session, members, groups, requests, store=self.store, generation=generation
+        )
         self.meetings = ServerMeetings(
             trainer, session, members, groups, self.admission, liveness_s=settings.server.liveness_s,
             leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
@@ -91,6 +94,10 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.undo.callback(self.meetings.close)
         self.undo.callback(self.admission.close)
         self.undo.callback(self._callback_hooks.close)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return self._members.alive
 
     @property
     def worker(self) -> Worker | None:

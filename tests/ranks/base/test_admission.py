@@ -19,6 +19,7 @@ from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.groups import MemberMissingError
+from lightning_hetero.transport.run_store import RunStore
 from tests.e2e.stale.scripts import free_port
 
 pytestmark = pytest.mark.ranks
@@ -69,7 +70,10 @@ class OneRank:
         self.fails: RuntimeError | None = None
         self.members.warn_once = lambda text, **_: self.told.append(text)  # type: ignore[method-assign]
         trainer: Any = type("Trainer", (), {"callbacks": [], "current_epoch": 3})()
-        self.admission = Admission(trainer, self, self.members, self, self, generation=GENERATION)  # type: ignore[arg-type]
+        store = RunStore(None, b"")
+        self.admission = Admission(
+            trainer, self, self.members, self, self, store=store, generation=GENERATION  # type: ignore[arg-type]
+        )
 
     # as a place
     def alive(self) -> set[int]:

@@ -22,6 +22,7 @@ from lightning_hetero.base.elastic import join
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.join import Coming, Invitation, JoiningRank, JoinRequests
 from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.transport.run_store import RunStore
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
 from tests.ranks.kit import Toy, quiet_trainer, regression
@@ -469,7 +470,7 @@ def test_a_joining_ranks_checkpoint_that_cannot_be_saved_does_not_end_the_member
     trainer = quiet_trainer(devices=1, max_epochs=2, default_root_dir=tmp_path / "file" / "folder")
     nobody: Any = None
     requests: Any = Asked()
-    admission = Admission(trainer, nobody, OneMissing(), nobody, requests)
+    admission = Admission(trainer, nobody, OneMissing(), nobody, requests, store=RunStore(None, b""))
     admission.expect()
     with pytest.warns(RuntimeWarning, match="rank 1 wants to join, and the checkpoint .* cannot be saved: .*Error"):
         trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
@@ -478,7 +479,7 @@ def test_a_joining_ranks_checkpoint_that_cannot_be_saved_does_not_end_the_member
     admission.admit()  # nobody is invited
 
     trainer = quiet_trainer(devices=1, max_epochs=1, default_root_dir=tmp_path)
-    admission = Admission(trainer, nobody, OneMissing(), nobody, requests)
+    admission = Admission(trainer, nobody, OneMissing(), nobody, requests, store=RunStore(None, b""))
     admission.expect()
     trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
     assert admission._asking == [1]

@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from benchmarks.pipeline.schedules import per_link, proportional
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, stream_seed
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import GroupPlan
 
 WIDTH, LAYERS = 6, 7
@@ -202,7 +203,7 @@ def make_runner(case: Case, net: Net, group: GroupPlan, rank: int, name: str, **
             rank=rank,
             device=torch.device("cpu"),
             seed=SEED,
-            failures=FailureBoard(store, rank, patience_s=1.0),
+            failures=FailureBoard(RunStore(store, b""), rank, patience_s=1.0),
             checkpoint_layers=case.checkpoint,
             **given,
         ),

@@ -13,9 +13,10 @@ from lightning_hetero.pipeline.decide.links import RankDevice
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.fit import wires
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression, single, weights
 from tests.ranks.pipeline.kit import SAMPLES, Deep, fit, pipeline
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 def board(rank: int, name: str) -> FailureBoard:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return FailureBoard(store, rank, patience_s=0.2)
+    return FailureBoard(RunStore(store, b""), rank, patience_s=0.2)
 
 
 def ways_of(rank: int, pairs: list[tuple[int, int]]) -> DirectWays:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import GroupPlan
 from tests.ranks.harness import process_context, run_ranks
 from tests.ranks.pipeline import models
@@ -203,7 +204,7 @@ class Silent:
 
 def test_a_store_whose_host_is_silent_holds_nobody() -> None:
     store: Any = Silent()
-    board = FailureBoard(store, 1, patience_s=0.05, answer_s=0.1)
+    board = FailureBoard(RunStore(store, b"", answer_s=0.1), 1, patience_s=0.05)
     try:
         with pytest.raises(RuntimeError, match=r"the run's store has not answered for 0.1 s: .*stopped, or this rank"):
             board.check()
@@ -211,7 +212,7 @@ def test_a_store_whose_host_is_silent_holds_nobody() -> None:
         board.report(RuntimeError("it sent nothing"))
         assert board.reported
         assert board.meet("saved", 2, 30.0) == ["", ""]
-        board.leave(2, hosts=False, patience_s=30.0)
+        board.leave([0, 1], patience_s=30.0)
         assert store.asked == ["check"]  # nobody else, who would wait behind this one
     finally:
         store.woken.set()

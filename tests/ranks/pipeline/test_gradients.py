@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.ownership import gradients as summing
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync, fill_buckets
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.one_round import Sum, start_sum
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import PipelinePlan
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, plan
@@ -77,7 +78,7 @@ def _add(model: Model, gradients: Sequence[Tensor | None]) -> None:
 
 
 def _board(rank: int) -> FailureBoard:
-    return FailureBoard(dist.distributed_c10d._get_default_store(), rank)
+    return FailureBoard(RunStore(dist.distributed_c10d._get_default_store(), b""), rank)
 
 
 def _everything(rank: int, world: int) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import What
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message, Pass, pack, unpack
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Stage
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import Link
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.models import assert_same
@@ -25,7 +26,7 @@ from tests.ranks.pipeline.models import assert_same
 
 def board(rank: int, name: str, patience_s: float = 0.2) -> FailureBoard:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return FailureBoard(store, rank, patience_s=patience_s)
+    return FailureBoard(RunStore(store, b""), rank, patience_s=patience_s)
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------

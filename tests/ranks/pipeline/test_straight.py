@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
+from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import GroupPlan
 from tests.ranks.pipeline.models import times_of
 
@@ -34,7 +35,7 @@ class Failures(FailureBoard):
     """Of a run of one rank: keeps what is reported."""
 
     def __init__(self) -> None:
-        super().__init__(dist.HashStore(), 0)
+        super().__init__(RunStore(dist.HashStore(), b""), 0)
         self.errors: list[BaseException] = []
 
     def report(self, error: BaseException) -> None:

@@ -26,7 +26,6 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_links import ClockOf, StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
@@ -35,6 +34,7 @@ from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatc
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier
+from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.types import GroupPlan
 
 __all__ = ["MicroBatch", "RunnerSettings", "StageRunner", "TimesOf"]

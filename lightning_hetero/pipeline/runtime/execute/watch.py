@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 LOOK_S = 1.0  # at the failure board, while waiting

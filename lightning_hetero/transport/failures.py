@@ -10,18 +10,17 @@ import contextlib
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
 
 from torch import distributed as dist
 
 from lightning_hetero.transport.aside import Aside
+from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.run_store import RunStore, SignedStore, SilentError
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-T = TypeVar("T")
-_COUNT, _FIRST, _MET = "failures/count", "failures/first", "failures/met-"
-_LEFT = "failures/left"
+_FIRST, _MET, _LEFT = "failures/first", "failures/met-", "failures/left-"
 _POLL_S = 0.05
 _LEAVE_S = 0.005  # how often who hosts the store looks whether all have left
 _CHECK_S = 1.0  # how often a wait looks for failures elsewhere
@@ -36,21 +35,17 @@ class FailureBoard:
     """What failed first, known to all ranks of a run, of whatever group. One thread per rank uses it.
 
     Args:
-        store: shared by all ranks of the run; a prefix of its own for every run (`dist.PrefixStore`).
-        rank: this process.
+        store: of the run.
+        rank: this process, global.
         patience_s: how long a rank that lost a peer waits for somebody to say why.
-        answer_s: how long the store's host may be silent while nobody has failed.
 
     Attributes:
         reported: whether this rank has said that it fails.
     """
 
-    def __init__(self, store: dist.Store, rank: int, *, patience_s: float = 3.0, answer_s: float = 1800.0) -> None:
-        self._store: Any = store  # torch's stubs do not know that values may be bytes
-        self._rank = rank
+    def __init__(self, store: RunStore, rank: int, *, patience_s: float = 3.0) -> None:
+        self._store, self._rank = store, rank
         self._patience_s = patience_s
-        self._answer_s = answer_s
-        self._silent_s = 0.0  # how long the host has not answered, for which it is not asked again
         self.reported = False
 
     def report(self, error: BaseException) -> None:
@@ -58,18 +53,15 @@ class FailureBoard:
         if self.reported:
             return
         self.reported = True
-        report = {
-            "rank": self._rank,
-            "cause": f"{type(error).__name__}: {error}",
-            "trace": "".join(traceback.format_exception(error)),
-        }
-
-        def tell(store: Any) -> None:
-            if store.add(_COUNT, 1) == 1:
-                store.set(_FIRST, json.dumps(report))
-
+        report = json.dumps(
+            {
+                "rank": self._rank,
+                "cause": f"{type(error).__name__}: {error}",
+                "trace": "".join(traceback.format_exception(error)),
+            }
+        )
         with contextlib.suppress(RuntimeError):  # the store's process is gone; so are the others' hopes
-            self._ask(tell, self._patience_s)
+            self._store.ask(lambda store: store.first(_FIRST, report), self._patience_s)
 
     def check(self) -> None:
         """Raises RuntimeError if a rank has failed: names it and the cause, its traceback as ``__cause__``."""
@@ -117,10 +109,10 @@ class FailureBoard:
             raise
 
     def _poll(self, work: dist.Work) -> None:
-        look_s = time.monotonic() + _CHECK_S
+        look_s = awake_s() + _CHECK_S
         while not work.is_completed():
             time.sleep(_ASK_S)
-            if time.monotonic() >= look_s:
+            if awake_s() >= look_s:
                 self.check()
                 look_s += _CHECK_S
         try:
@@ -136,9 +128,9 @@ class FailureBoard:
             peer: global rank.
             how: it was noticed, e.g. "its connection is closed".
         """
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s = awake_s() + self._patience_s
         while (error := self._reported(self._patience_s)) is None:
-            if time.monotonic() >= deadline_s:
+            if awake_s() >= deadline_s:
                 return RuntimeError(
                     f"rank {peer} is gone without a word ({how}): killed, out of memory, or cut off from the network;"
                     " look into its log"
@@ -165,18 +157,17 @@ class FailureBoard:
             RuntimeError: as `check`, if that is heeded.
         """
         notes = [""] * world_size
-        deadline_s, poll_s = time.monotonic() + patience_s, _ASK_S
+        deadline_s, poll_s = awake_s() + patience_s, _ASK_S
 
-        def look(store: Any) -> None:
+        def look(store: SignedStore) -> None:
             for rank in range(world_size):
-                if not notes[rank] and store.check([f"{place}{rank}"]):
-                    notes[rank] = store.get(f"{place}{rank}").decode()
+                notes[rank] = notes[rank] or store.get(f"{place}{rank}") or ""
 
         try:
-            self._ask(lambda store: store.set(f"{place}{self._rank}", note), patience_s)
+            self._store.ask(lambda store: store.set(f"{place}{self._rank}", note), patience_s)
             while not all(notes):
-                self._ask(look, patience_s)
-                if time.monotonic() >= deadline_s:
+                self._store.ask(look, patience_s)
+                if awake_s() >= deadline_s:
                     break
                 if not all(notes):
                     if heed:
@@ -190,35 +181,33 @@ class FailureBoard:
 
     def forget(self, place: str) -> None:
         """Takes this rank's note away, when all have read it."""
-        self._ask(lambda store: store.delete_key(f"{place}{self._rank}"), self._patience_s)
+        self._store.ask(lambda store: store.delete(f"{place}{self._rank}"), self._patience_s)
 
-    def leave(self, ranks: int, *, hosts: bool, patience_s: float = 5.0) -> None:
+    def leave(self, ranks: Iterable[int], *, patience_s: float = 5.0) -> None:
         """Called last by every rank; its process may end then. Never raises because of the store, and lets go of it.
 
         Who hosts the store waits for the others: a cause would go with it before they have read it.
 
         Args:
-            ranks: of the run.
-            hosts: whether the store lives in this process.
+            ranks: that take part.
             patience_s: how long to wait for them at most; ranks that were killed never come.
         """
-        deadline_s = time.monotonic() + patience_s
-        try:
-            left = self._ask(lambda store: store.add(_LEFT, 1), patience_s)
-            while hosts and left < ranks and time.monotonic() < deadline_s:
+        deadline_s, left = awake_s() + patience_s, {*ranks} - {self._rank}
+
+        def look(store: SignedStore) -> None:
+            left.difference_update([rank for rank in left if store.has(f"{_LEFT}{rank}")])
+
+        with contextlib.suppress(RuntimeError):
+            self._store.ask(lambda store: store.set(f"{_LEFT}{self._rank}", "left"), patience_s)
+            while self._store.hosts and left and awake_s() < deadline_s:
+                self._store.ask(look, patience_s)
                 time.sleep(_LEAVE_S)
-                left = self._ask(lambda store: store.add(_LEFT, 0), patience_s)
-        except RuntimeError:
-            pass
-        self._store = None
+        self._store.let_go()
 
     def _reported(self, answer_s: float | None = None) -> RuntimeError | None:
-        def look(store: Any) -> bytes | None:
-            return store.get(_FIRST) if store.check([_FIRST]) else None
-
         try:
-            told = self._ask(look, self._answer_s if answer_s is None else answer_s)
-        except _SilentError as error:
+            told = self._store.ask(lambda store: store.get(_FIRST), answer_s)
+        except SilentError as error:
             return error
         except RuntimeError as error:
             return RuntimeError(f"the run's store is gone, and with it the process that held it: {first_line(error)}")
@@ -228,29 +217,3 @@ class FailureBoard:
         failed = RuntimeError(f"rank {report['rank']} failed: {report['cause']}")
         failed.__cause__ = RemoteTraceback(f"rank {report['rank']}:\n{report['trace']}")
         return failed
-
-    def _ask(self, question: Callable[[Any], T], answer_s: float) -> T:
-        """Returns the store's answer.
-
-        Torch waits for its host without end, whatever the store's timeout, so a thread does; one that has waited in
-        vain stays there, and with it torch's lock: nobody asks again.
-
-        Raises:
-            RuntimeError: the host is gone, or silent for ``answer_s``.
-        """
-        store = self._store
-        if store is None:
-            raise RuntimeError("this rank has left")
-        if not self._silent_s:
-            aside = Aside(lambda: question(store), "pipeline-failures")
-            if aside.ends_within(answer_s):
-                return aside.result()
-            self._silent_s = answer_s
-        raise _SilentError(
-            f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or"
-            " this rank is cut off from the network"
-        )
-
-
-class _SilentError(RuntimeError):
-    """The store's host does not answer."""
