@@ -27,7 +27,6 @@ from benchmarks.faults.wires import MemoryLink
 from benchmarks.faults.world import Process, World
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.coming import Coming
-from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.fit.meetings import ServerMeetings
@@ -244,23 +243,17 @@ class Rank:
         first = self.number == 0 and invitation is None
         forked = simulation.server_process(self.process) if first else None
         self.session = session = _Session(self.trainer, None, members, meetings=met, forked=forked)
-        channel: Any = SimpleNamespace(rebind=lambda group: None)
-        settings: Any = SimpleNamespace(backend="gloo", timeout=None)
-        groups = Groups(self.trainer, session, members, channel, settings)
-        generation = FIRST_GENERATION if invitation is None else invitation.generation
-        self.admission = Admission(
-            self.trainer, session, members, groups, simulation.lobby.of(self.process), generation=generation  # type: ignore[arg-type]
-        )
+        channel: Any = SimpleNamespace(rebind=lambda group: None, leave=lambda: None, group=None)
         self.meetings = ServerMeetings(
-            self.trainer,
-            session,
-            members,
-            groups,
-            self.admission,
-            liveness_s=LIVENESS_S,
-            leave_step=lambda: None,
+            self.trainer, session, members, channel, backend="gloo", timeout=None, liveness_s=LIVENESS_S,
+            before_epoch=lambda: self.admission.admit(), leave_step=lambda: None,
             take_over_changes=lambda at_end: self._reduce("changes of the model"),
-        )
+        )  # fmt: skip
+        generation = FIRST_GENERATION if invitation is None else invitation.generation
+        lobby: Any = simulation.lobby.of(self.process)
+        store: Any = SimpleNamespace(reached=lambda: None)
+        self.admission = Admission(self.trainer, self.meetings, members, lobby, store=store, generation=generation)
+        self.meetings.changed.append(lambda before: self.admission.expect())
         if invitation is not None:
             self._first_epoch = simulation.checkpoints[invitation.checkpoint]
         self.admission.expect()
@@ -404,8 +397,7 @@ class Rank:
 
     def _reduce(self, what: str, value: Any = None) -> Any:
         """As the strategy's collectives do."""
-        self.meetings.meet(what)
-        return self._collective(value)
+        return self.meetings.together(what, lambda: self._collective(value))
 
     def _broadcast(self, value: Any, src: int = 0) -> Any:
         return self._reduce("broadcast 0", value)

@@ -27,6 +27,7 @@ from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.rounds import Rounds
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.measure.device import device_of
+from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.types import StepReport
 
 
@@ -72,7 +73,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.clients: Clients | None = None
         if settings.min_clients is not None:
             self.clients = self.rounds.clients = Clients(
-                trainer, strategy, self.channel, settings, invitation, store=self.store, changed=self.rounds.changed
+                trainer, strategy, self, settings, invitation, divide=self.rounds.changed
             )
         self.binder = self.rounds.binder
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -252,8 +253,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
     def fail(self, error: BaseException) -> None:
         """This rank failed: where others would go on without it, they are told why."""
         super().fail(error)
-        if self.clients is not None:
-            self.clients.fail(f"rank {self.members.rank} failed: {type(error).__name__}: {error}")
+        if self.clients is not None and self.clients.open and not isinstance(error, LeftBehindError):
+            self.failures.report(error)
 
     def close(self) -> None:
         if self.clients is not None:

@@ -127,6 +127,9 @@ class Session:
         assert self.worker is not None
         return self.worker.alive()
 
+    def expect(self, ranks: Collection[int]) -> None:
+        """The server knows who comes as soon as it is connected."""
+
     # ---- from here to a worker --------------------------------------------------------------------------------
 
     def share(self) -> None:

@@ -28,7 +28,7 @@ from lightning_hetero.transport.store import host_store
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
 _LOOK_S = 1.0  # how often the server looks for the rank that has started it
-_SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
+SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +142,7 @@ def start_server(
             shards=settings.shards,
             limits=Limits(
                 connect_s=_AWAITED_S,
-                silence_s=_SILENT_SIGNS * settings.liveness_s,
+                silence_s=SILENT_SIGNS * settings.liveness_s,
                 meeting_s=timeout.total_seconds(),
             ),
         )
