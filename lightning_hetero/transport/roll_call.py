@@ -111,7 +111,7 @@ class RollCall(ABC):
             try:
                 self._check()
             except RuntimeError as error:
-                raise self._too_late() or error
+                raise self._too_late() or error from None
         return found
 
     def _too_late(self) -> Exception | None:
