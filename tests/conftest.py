@@ -19,6 +19,9 @@ from tests.simgpu.sim.build import why_not
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu", "simgpu")
 HERE = Path(__file__).resolve().parent
 
+# Also in the processes that tests start: an error of a callback that only observes is an error here.
+os.environ["LIGHTNING_HETERO_OBSERVERS_RAISE"] = "1"
+
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
 # HYPOTHESIS_PROFILE=explore searches further, with new examples each time.
 settings.register_profile(

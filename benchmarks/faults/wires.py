@@ -222,7 +222,7 @@ class MemoryListener:
         self._wires, self._lag_s = wires, lag_s
         self.ranks = frozenset(wires.slots)
 
-    def events(self, timeout_s: float | None) -> list[Happened]:
+    def events(self, timeout_s: float) -> list[Happened]:
         wires = self._wires
         process, world = wires.server, wires.world
         assert process is not None
@@ -279,7 +279,7 @@ class MemoryLink(WorkerLink):
     def close_slot(self) -> int:
         return self._slot.close()
 
-    def call(self, request: Request, *, timeout_s: float | None = None) -> Reply:
+    def call(self, request: Request) -> Reply:
         connection, wires = self._connection, self._wires
         if not self._process.alive:
             raise ServerLostError("this process is dead")

@@ -25,8 +25,6 @@ FABRIC_REFUSAL = (
     " loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
 )
 
-_LOST_PEER = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "timed out")
-
 
 def refuse_fabric(**kwargs: object) -> NoReturn:
     """Stands under our names in Fabric's registry.
@@ -137,7 +135,7 @@ def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:
     Raises:
         ValueError: ranks differ; names the setting and each rank's value.
     """
-    for name in everyone[0]:
+    for name in everyone[0] if everyone else ():
         values = {rank: settings.get(name) for rank, settings in enumerate(everyone)}
         if len(set(values.values())) > 1:
             raise ValueError(
@@ -184,12 +182,18 @@ def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
         )
 
 
-def name_lost_peer(exception: BaseException, rank: int) -> None:
-    """Adds to a broken collective's error what it means: another rank has died or hangs."""
+def name_lost_peer(exception: BaseException, rank: int, cause: BaseException | None) -> None:
+    """Adds to a broken collective's error what it means: another rank has failed, has died or hangs.
+
+    Args:
+        exception: of this rank.
+        rank: this one.
+        cause: of the run's end; None: nobody knows.
+    """
     text = str(exception)
-    if isinstance(exception, RuntimeError) and any(sign in text.lower() for sign in _LOST_PEER):
-        exception.args = (
-            f"{text}\nrank {rank} lost contact with another rank, which has died, raised an exception or hung for"
-            " longer than the strategy's timeout; the cause is in that rank's output",
-            *exception.args[1:],
-        )
+    said = ", which has died, raised an exception or hung for longer than the strategy's timeout; the cause is in that"
+    said, trace = f"{said} rank's output", ""
+    if cause is not None:
+        said, trace = f": {cause}", "" if cause.__cause__ is None else f"\n{cause.__cause__}"
+    if said[2:] not in text:  # else it was said where it was noticed
+        exception.args = (f"{text}\nrank {rank} lost contact with another rank{said}{trace}", *exception.args[1:])

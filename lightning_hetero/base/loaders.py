@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.checks import check_choice, check_counts
 from lightning_hetero.base.orders import OrderFinder
 from lightning_hetero.base.own_data import own_data_in
 from lightning_hetero.data import (
@@ -40,13 +41,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSettings:
-    """The arguments on batches that mean the same to every engine; see `HeteroStrategy`."""
+    """The arguments on batches that mean the same to every engine; see `HeteroStrategy`.
+
+    Raises:
+        ValueError, TypeError: one is no such argument.
+    """
 
     global_batch_size: int | None = None
     batch_sampler: Literal["refuse", "pool"] = "refuse"
     loss_reduction: LossReduction = "mean"
     batch_weight: Callable[[Any], float] | None = None
     own_data: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(global_batch_size=self.global_batch_size)
+        check_choice("batch_sampler", self.batch_sampler, ("refuse", "pool"))
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        check_choice("own_data", self.own_data, (None, True, False))
+        if not (self.batch_weight is None or callable(self.batch_weight)):
+            raise TypeError(f"batch_weight={self.batch_weight!r} must be a function of the batch, or None")
 
     def weight_in(self, module: nn.Module) -> Callable[[Any], float] | None:
         """Returns what counts a batch, as given or the module's own method; None: samples count."""

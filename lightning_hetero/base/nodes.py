@@ -22,6 +22,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from lightning_hetero.cluster.units import tasks_per_node
 from lightning_hetero.lightning_compat.strategies import LaunchedDDPStrategy
+from lightning_hetero.transport.failures import FailureBoard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,12 @@ class UnevenNodesStrategy(LaunchedDDPStrategy):
 
     On even nodes Lightning's own check decides. On others ``devices`` must be the node's, or all it has (``"auto"``,
     ``-1``), and ``num_nodes`` may be left out.
+
+    Attributes:
+        failures: of the run, from its process group on until it is closed.
     """
+
+    failures: FailureBoard | None = None
 
     @abstractmethod  # to be extended
     def set_world_ranks(self) -> None:

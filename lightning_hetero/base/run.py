@@ -8,7 +8,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -25,6 +24,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
 from lightning_hetero.base.checks import check_same_settings
 from lightning_hetero.base.loaders import LoaderBinder
+from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.data.forks import spare_inherited
 from lightning_hetero.transport.failures import FailureBoard
@@ -133,7 +133,8 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             own_memory(self.module)
         self.channel = SideChannel(gloo_group(timeout))
         patience, strategy = timeout or default_pg_timeout, trainer.strategy
-        assert isinstance(strategy, DDPStrategy) and strategy.cluster_environment is not None
+        assert isinstance(strategy, UnevenNodesStrategy) and strategy.cluster_environment is not None
+        everyone: Sequence[Mapping[str, str]] = ()
         if settings is None:
             self.store = RunStore.join(store, patience)
         else:
@@ -147,9 +148,11 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             apart = strategy.num_nodes > 1 or len({*nodes}) > 1
             far = strategy.cluster_environment.main_address if strategy.node_rank == 0 else socket.gethostname()
             host = far if apart else "127.0.0.1"
-            self.store = RunStore.of_all(self.channel, host, patience)
-            check_same_settings(everyone)
-        self.failures = FailureBoard(self.store, trainer.global_rank)
+            self.store = RunStore.of_all(self.channel, host, patience, rank=trainer.global_rank)
+        self.failures = FailureBoard(self.store, trainer.global_rank, ranks=lambda: self.present)
+        strategy.failures = self.failures
+        self.failures.watch()
+        check_same_settings(everyone)
         if self.fitting:
             self.undo.callback(compat.keep_train_sampler(trainer))
             self.undo.callback(compat.count_throughput(trainer, self.trained))
@@ -210,14 +213,20 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         return not inner.isdisjoint(frames) or ("training_step" in frames and self.trainer.fit_loop.total_batch_idx > 0)
 
     def fail(self, error: BaseException) -> None:
-        """Notes that this rank has failed; nobody is waited for from here on."""
-        del error
+        """Tells all ranks why this one stops; nobody is waited for from here on."""
         self._failed = True
+        if self.ends_others(error):
+            self.failures.report(error)
+
+    def ends_others(self, error: BaseException) -> bool:
+        """Whether the others cannot go on without this rank, which has failed."""
+        del error
+        return True
 
     def close(self) -> None:
         """Ends the run; after a failure without waiting for anybody."""
         try:
             self.undo.close()
         finally:
-            self.failures.leave(self.present)
+            self.failures.leave()
             self.channel.close(destroy=self.channel_is_idle or not self.failed)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.checks import refuse_fabric, refuse_other_package
+from lightning_hetero.callbacks.observers import never_raises
 from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
+
+    from lightning_hetero.base.run import EngineRun
 
 CHECKPOINT_KEY = "lightning_hetero"
 """The one top-level key added to a checkpoint; stock Lightning ignores it."""
@@ -31,9 +35,21 @@ class LastFit:
     report: StepReport | None = None
 
 
-def has_monitor(trainer: Trainer) -> bool:
-    """Whether the user has put a `StragglerMonitor` among the callbacks."""
-    return any(isinstance(callback, StragglerMonitor) for callback in compat.trainer_callbacks(trainer))
+@never_raises
+def sum_up(run: EngineRun[Any], last_report: Callable[[], StepReport | None], *, told: bool) -> None:
+    """Asks for a fit's last report, while there is somebody to ask, and tells in one line who did what.
+
+    No callback of our own does so: a user's callbacks, hooks and loggers see what they see under stock DDP.
+
+    Args:
+        run: the fit, which ends.
+        last_report: of the strategy, which keeps it.
+        told: whether this rank tells it, unless the user's own `StragglerMonitor` does.
+    """
+    last_report()
+    monitored = any(isinstance(callback, StragglerMonitor) for callback in compat.trainer_callbacks(run.trainer))
+    if told and not monitored and (summary := run.summary()):
+        rank_zero_info(summary)
 
 
 def register(cls: type[DDPStrategy], registry: Any, name: str, description: str) -> None:

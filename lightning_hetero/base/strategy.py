@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero.base.checks import (
     check_averaging,
     check_choice,
-    check_counts,
     check_ddp_arguments,
     check_flags,
     name_changed_rows,
@@ -34,9 +32,10 @@ from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.removed import refuse_removed
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, has_monitor, register
+from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, register, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
+from lightning_hetero.transport.failures import lost_contact
 from lightning_hetero.types import Event, LossReduction, StepReport
 
 if TYPE_CHECKING:
@@ -109,14 +108,15 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     ) -> None:
         refuse_removed(type(self), kwargs)
         check_ddp_arguments(kwargs, type(self))
-        check_counts(global_batch_size=global_batch_size)
-        check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
-        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        self.shared = SharedSettings(
+            global_batch_size=global_batch_size,
+            batch_sampler=batch_sampler,
+            loss_reduction=loss_reduction,
+            batch_weight=batch_weight,
+            own_data=own_data,
+        )
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        check_choice("own_data", own_data, (None, True, False))
         check_flags(monitor=monitor)
-        if not (batch_weight is None or callable(batch_weight)):
-            raise TypeError(f"batch_weight={batch_weight!r} must be a function of the batch, or None")
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
         super().__init__(
@@ -136,13 +136,6 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         self.timeout = timeout
         self.ddp_arguments = kwargs
         self._comm_arguments = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
-        self.shared = SharedSettings(
-            global_batch_size=global_batch_size,
-            batch_sampler=batch_sampler,
-            loss_reduction=loss_reduction,
-            batch_weight=batch_weight,
-            own_data=own_data,
-        )
         self._monitor = monitor
         self._checked = False  # arguments against several devices
         self._run: Run | None = None
@@ -157,7 +150,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return f"<{type(self).__name__} for lightning.pytorch.Trainer: hetero_{self.engine}, {known}>"
 
     def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_run": None, "_one_device": None}
+        return {**super().__getstate__(), "_run": None, "_one_device": None, "failures": None}
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
@@ -225,21 +218,20 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.step_report()  # kept, while there is somebody to ask
-        run = self._run
-        # No callback of our own: a user's callbacks, hooks and loggers see what they see under stock DDP.
-        if run is None or not (self._monitor and self.is_global_zero) or has_monitor(run.trainer):
-            return
-        if summary := run.summary():
-            rank_zero_info(summary)
+        if self._run is not None:
+            sum_up(self._run, self.step_report, told=self._monitor and self.is_global_zero)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._run is not None:
-            if self._run.sizes_differ(exception):
-                name_changed_rows(exception, type(self).__name__)
-            self._run.fail(exception)
-        name_lost_peer(exception, self.global_rank)
+        run, failures = self._run, self.failures
+        if run is not None and run.sizes_differ(exception):
+            name_changed_rows(exception, type(self).__name__)
+        if run is not None:
+            run.fail(exception)
+        elif failures is not None:  # the run was about to begin
+            failures.report(exception)
+        if lost_contact(exception):
+            name_lost_peer(exception, self.global_rank, None if failures is None else failures.cause)
 
     def teardown(self) -> None:
         self.keep()
@@ -252,6 +244,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
                 self._finished = {} if run.failed else run.state_dict()
                 self._untold = run.step_events()  # a trace asks once more: `on_fit_end` comes after this
             run.close()
+        if self.failures is not None:
+            self.failures.leave()
+            self.failures = None
         super().teardown()
 
     def keep(self) -> None:

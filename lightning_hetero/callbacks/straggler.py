@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.observers import never_raises, watch_again
 from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
 from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
 from lightning_hetero.cluster.score import (
@@ -88,6 +89,7 @@ class StragglerMonitor(Callback, EventSource):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, self._due = reporting_of(trainer), False
+        watch_again(self)
         self._own = _OwnTiming(trainer, pl_module, self.batch_cost) if strategy is None else None
         self._test, self._named, self._told = StragglerTest(trainer.world_size), set(), None
         if strategy is not None and self.batch_cost is not None:
@@ -98,15 +100,25 @@ class StragglerMonitor(Callback, EventSource):
         self._strategy = strategy if trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        work = None
         if self._own is not None:
-            self._own.open(count_samples(trainer, batch), batch, trainer.current_epoch, batch_idx)
+            self._own.reach(trainer.current_epoch, batch_idx)
+            work = self._own.work_of(batch)
+        self._begin_batch(trainer, batch, work)
+
+    @never_raises
+    def _begin_batch(self, trainer: Trainer, batch: Any, work: float | None) -> None:
+        if self._own is not None:
+            self._own.open(count_samples(trainer, batch), work)
         elif self._strategy is not None and self._is_due(trainer):
             self._strategy.ask_report()
 
+    @never_raises
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._own is not None and loss.requires_grad:
             when_backward_ends(loss, self._own.probe.backward_ended)
 
+    @never_raises
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.exchanged()
@@ -116,11 +128,16 @@ class StragglerMonitor(Callback, EventSource):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._own is not None:
-            self._own.close()
+        self._end_batch(trainer, batch)
+        if self._own is not None:  # though nothing was measured here: the other ranks gather
             every = self.every_n_steps or compat.log_interval(trainer) or _OFTEN
             if (batch_idx + 1) % max(every, _SELDOM) == 0:
                 self._compare_own(trainer, self._own)
+
+    @never_raises
+    def _end_batch(self, trainer: Trainer, batch: Any) -> None:
+        if self._own is not None:
+            self._own.close()
         elif self._strategy is not None:
             self._compare(self._strategy.take_reports() or ())
             if self._is_due(trainer) and batch is not None:
@@ -143,8 +160,11 @@ class StragglerMonitor(Callback, EventSource):
             return
         epoch, steps, everyone, gathering = told
         gathering.wait()
-        if not trainer.is_global_zero:
-            return
+        if trainer.is_global_zero:
+            self._compare_gathered(trainer, epoch, steps, everyone)
+
+    @never_raises
+    def _compare_gathered(self, trainer: Trainer, epoch: int, steps: range, everyone: list[Tensor]) -> None:
         waited: list[float] = []
         for step, ranks in zip(steps, torch.stack(everyone, 1).tolist(), strict=True):
             records = tuple(
@@ -180,18 +200,28 @@ class StragglerMonitor(Callback, EventSource):
             return
         self._compare_own(trainer, self._own)
         self._compare_told(trainer)
-        sums = self._own.take_sums().to(trainer.strategy.root_device)
+        sums = torch.zeros(6, dtype=torch.float64)  # nothing measured, but the other ranks gather
+        self._add_sums(self._own, sums)
+        sums = sums.to(trainer.strategy.root_device)
         everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)] if trainer.world_size > 1 else [sums]
         if trainer.world_size > 1:
             dist.all_gather(everyone, sums)
-        rows = torch.stack(everyone).cpu()
+        self._show_epoch(trainer, self._own, torch.stack(everyone).cpu())
+
+    @never_raises
+    def _add_sums(self, own: _OwnTiming, sums: Tensor) -> None:
+        sums += own.take_sums()
+
+    @never_raises
+    def _show_epoch(self, trainer: Trainer, own: _OwnTiming, rows: Tensor) -> None:
         if (rows[:, 0] > 0).all():
-            self._own.fit_rows += rows
+            own.fit_rows += rows
             means = _means(rows)
             self._show_on_bar(trainer, means, waiting(means))
             # Lightning's own step of the epoch's values: the last batch's.
             self._show(trainer, self._values(means, []), step=compat.logging_step(trainer) - 1)
 
+    @never_raises
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
@@ -288,18 +318,23 @@ class _OwnTiming:
         self.fit_rows = torch.zeros(self._world_size, 6, dtype=torch.float64)
         self._events: deque[Event] = deque(maxlen=4096)
 
-    def open(self, samples: int, batch: Any, epoch: int, step: int) -> None:
-        self._sizes.append((epoch, step, samples, self._work_of(batch, samples)))
+    def reach(self, epoch: int, step: int) -> None:
+        """Says which step begins: ranks tell of the same ones, whether or not they are measured."""
         if (epoch, step) != (self.epoch, self._until + 1):
             self.epoch, self._from = epoch, step
             self._steps.clear()
         self._until = step
-        self.probe.arm()
 
-    def _work_of(self, batch: Any, samples: int) -> float:
+    def work_of(self, batch: Any) -> float | None:
+        """Returns a batch's work as the user counts it; None: samples."""
         if self._cost is not None:
             return count_work(self._cost, batch, self._rank)
-        return float(samples if self._weight is None else self._weight(batch))
+        return None if self._weight is None else float(self._weight(batch))
+
+    def open(self, samples: int, work: float | None) -> None:
+        """Begins to measure that step."""
+        self._sizes.append((self.epoch, self._until, samples, float(samples) if work is None else work))
+        self.probe.arm()
 
     def next_steps(self) -> range:
         """Returns the steps, the same on every rank, whose times are known: on an accelerator they are late."""

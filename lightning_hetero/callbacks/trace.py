@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import secrets
 import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_hetero.callbacks.observers import never_raises, watch_again
 from lightning_hetero.callbacks.reporting import EventSource, event_source, reporting_of
 from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
+
+_RUNS = "hetero_trace"  # in a checkpoint: the run's id by folder, as given
 
 
 class HeteroTrace(Callback):
@@ -25,9 +29,13 @@ class HeteroTrace(Callback):
     exception that ends the fit becomes a ``fault`` event. Read the files with `lightning_hetero.cluster.read_events`,
     which also documents the events.
 
+    Each run has an id, which a checkpoint keeps: a resumed run goes on under it in the same files. Another run that
+    writes into the same folder has another id, and readers take one of them. A file that cannot be written, e.g. on a
+    full disk, is told of in one warning, and training goes on without it.
+
     Args:
         dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without
-            one. A fit that goes on in a folder continues its files.
+            one.
         every_n_steps: write each n-th ``step`` event of an epoch; other kinds are always written.
 
     Raises:
@@ -41,7 +49,7 @@ class HeteroTrace(Callback):
         self.every_n_steps = every_n_steps
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
         self._source: EventSource | None = None  # the same to the end, when the strategy measures no more
-        self._rank = 0
+        self._rank, self._run, self._resumed = 0, "", False
         self._opened_s = 0.0
         self._batch_began_s = 0.0
 
@@ -50,6 +58,13 @@ class HeteroTrace(Callback):
         if dirpath is None:
             # log_dir broadcasts rank 0's, so every rank must ask.
             dirpath = os.path.join(_local(trainer.log_dir or trainer.default_root_dir), "hetero")
+        watch_again(self)
+        goes_on = self._run if self._resumed or trainer.global_step > 0 else ""
+        self._run, self._resumed = trainer.strategy.broadcast(goes_on or secrets.token_hex(4)), False
+        self._open(trainer, dirpath)
+
+    @never_raises
+    def _open(self, trainer: Trainer, dirpath: str) -> None:
         self._close()
         self._source = event_source(trainer)
         self._rank = trainer.global_rank
@@ -57,15 +72,23 @@ class HeteroTrace(Callback):
         names, reporting = [f"{platform.node()} {trainer.strategy.root_device}"], reporting_of(trainer)
         about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
         about["unix_s"], path, world = time.time(), trace_path(dirpath, self._rank), trainer.world_size
-        self._writer = EventWriter(path, rank=self._rank, world_size=world, names=names, about=about)
+        self._writer = EventWriter(path, rank=self._rank, world_size=world, names=names, about=about, run=self._run)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint.setdefault(_RUNS, {})[str(self.dirpath)] = self._run
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint.get(_RUNS, {}).get(str(self.dirpath)) if trainer.training else None
+        self._run, self._resumed = kept or self._run, kept is not None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch_began_s = time.perf_counter()
 
+    @never_raises
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._writer is None or self._drain() or batch_idx % self.every_n_steps != 0:
+        if self._writer is None or self._drain() is not False or batch_idx % self.every_n_steps != 0:
             return
         data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
         self._write("step", trainer.current_epoch, batch_idx, data)
@@ -75,17 +98,20 @@ class HeteroTrace(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._writer is None:
-            return
+        self._note_fault(trainer, exception)
+        self._close()
+
+    @never_raises
+    def _note_fault(self, trainer: Trainer, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the strategy may be what broke; its error must not hide the first one
             self._drain()
         data = {"error": f"{type(exception).__name__}: {exception}"}
         self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
-        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
+    @never_raises
     def _drain(self) -> bool:
         """Writes what is new; False if nothing here measures."""
         if self._writer is None or self._source is None:

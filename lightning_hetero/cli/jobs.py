@@ -15,15 +15,16 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from omegaconf import read_write
+
+from lightning_hetero.transport.awake import awake_s
 
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for a rank that failed first, and whose failure we saw, to end with its own exit code
@@ -123,11 +124,11 @@ def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> 
     del launched[:]
     if failed:
         leave_process_group()  # ranks that wait for this one then notice, and end by themselves
-    deadline = time.monotonic() + (_GRACE_S if failed else timeout_s)
+    end_s = awake_s() + (_GRACE_S if failed else timeout_s)
     problems = [
         text
         for rank, child in enumerate(children, 1)
-        if (text := _end(child, rank, deadline)) and rank not in tolerated
+        if (text := _end(child, rank, end_s)) and rank not in tolerated
     ]
     if problems and failed:
         _LOG.error("%s", "; ".join(problems))
@@ -135,13 +136,14 @@ def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> 
         raise RuntimeError("; ".join(problems) + "; see that rank's messages above")
 
 
-def _end(child: subprocess.Popen[bytes], rank: int, deadline: float) -> str:
+def _end(child: subprocess.Popen[bytes], rank: int, end_s: float) -> str:
     """Returns what was wrong with the child, in words; empty if it ended well."""
     try:
-        code = child.wait(max(0.0, deadline - time.monotonic()))
+        code = child.wait(max(0.0, end_s - awake_s()))
     except subprocess.TimeoutExpired:
         child.kill()  # a rank inside a collective does not react to anything milder
-        child.wait()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_S)
         return f"local rank {rank} had not finished and was stopped"
     return f"local rank {rank} ended with code {code}" if code else ""
 

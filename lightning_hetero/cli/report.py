@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.record import read_events
+from lightning_hetero.record.files import tell
 from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.perfetto import perfetto_of
@@ -18,16 +19,28 @@ REPORT_FILE, TRACE_FILE, RESULT_FILE = "report.html", "perfetto.json", "result.j
 _TRACES = ("", "events", "hetero")  # where a trace is inside a run's folder
 
 
-def read_run(folder: str | Path, trace_dir: str | Path | None = None) -> tuple[RecordedRun, Mapping[str, Any]]:
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Returns what a ``result.json`` says; empty if there is none, or, with a warning, if it cannot be read."""
+    try:
+        return dict(json.loads(Path(path).read_text())) if Path(path).exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        tell(f"{path} is left out, it cannot be read: {error}")
+        return {}
+
+
+def read_run(
+    folder: str | Path, trace_dir: str | Path | None = None, run: str | None = None
+) -> tuple[RecordedRun, Mapping[str, Any]]:
     """Returns the run whose trace is in a folder, and what its ``result.json`` says, if there is one.
 
     Args:
         folder: of a run of the command line, of a logger whose run `HeteroTrace` has recorded, or of a trace itself.
         trace_dir: where its trace is, if not in one of the usual places inside.
+        run: id of the run, if that folder has several; None: the last one.
 
     Raises:
         FileNotFoundError: there is no trace.
-        ValueError: a trace of another version, or a damaged one.
+        ValueError: a trace of another version, or without that run.
     """
     folder = Path(folder)
     places = [Path(trace_dir)] if trace_dir is not None else [folder / name for name in _TRACES]
@@ -39,9 +52,7 @@ def read_run(folder: str | Path, trace_dir: str | Path | None = None) -> tuple[R
             f"no trace in {folder}: expected rank0.jsonl there, or in its folders events or hetero. Train with the"
             f" callbacks HeteroTrace() and StragglerMonitor(), or with lightning-hetero-train{more}"
         )
-    result_file = folder / RESULT_FILE
-    result = json.loads(result_file.read_text()) if result_file.is_file() else {}
-    return run_of(read_events(found), name=folder.resolve().name), result
+    return run_of(read_events(found, run), name=folder.resolve().name), read_result(folder / RESULT_FILE)
 
 
 def write_report(
@@ -50,6 +61,7 @@ def write_report(
     output: str | Path | None = None,
     *,
     trace_dir: str | Path | None = None,
+    runs: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Path, Path]:
     """Writes the report of a run and its Perfetto trace beside it; returns both paths.
 
@@ -58,12 +70,13 @@ def write_report(
         other: another run to compare with.
         output: the HTML file; default ``report.html`` in the run's folder.
         trace_dir: where the run's trace is, see `read_run`.
+        runs: ids of the two runs, see `read_run`.
 
     Raises:
         FileNotFoundError, ValueError: see `read_run`.
     """
-    run, result = read_run(folder, trace_dir)
-    beside, beside_result = read_run(other) if other is not None else (None, {})
+    run, result = read_run(folder, trace_dir, runs[0])
+    beside, beside_result = read_run(other, run=runs[1]) if other is not None else (None, {})
     target = Path(output) if output is not None else Path(folder) / REPORT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page_of(run, beside, (result, beside_result)), encoding="utf-8")
@@ -81,10 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, or of its trace")
     parser.add_argument("other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="a second run to compare with")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: RUN_DIR/report.html")
+    parser.add_argument("--run", metavar="ID", help="which run, if RUN_DIR has several; default: the last one")
+    parser.add_argument("--other-run", metavar="ID", help="the same of OTHER_RUN_DIR")
     given = parser.parse_args(arguments)
+    runs = given.run, given.other_run
     try:
-        report, trace = write_report(given.run_dir, given.other_run_dir, given.output)
-    except (FileNotFoundError, ValueError) as error:
+        report, trace = write_report(given.run_dir, given.other_run_dir, given.output, runs=runs)
+    except (OSError, ValueError) as error:
         print(f"lightning-hetero-report: {error}", file=sys.stderr)
         return 2
     print(f"report: {report}\ntrace for ui.perfetto.dev: {trace}")

@@ -13,9 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import sys
 import time
 import warnings
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,46 @@ from hydra.experimental.callback import Callback as HydraCallback
 from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
-from lightning_hetero.cli.report import write_report
+from lightning_hetero.cli.report import read_result, write_report
 from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
-from lightning_hetero.record.run import run_of
+from lightning_hetero.record.files import tell, write_file
+from lightning_hetero.record.run import RecordedRun, run_of
 
 RESULT_FILE = "result.json"
 _LOG = logging.getLogger(__name__)
 CONF = Path(__file__).resolve().parent / "conf"
 """The command's own configuration; groups for every app are in the top-level ``conf``, found by our Hydra plugin."""
+
+
+def new_folder(wanted: str) -> str:
+    """Makes a folder that nobody has made before, ``wanted``, or with ``-1``, ``-2``, ... behind; returns its path."""
+    Path(wanted).parent.mkdir(parents=True, exist_ok=True)
+    for number in count():
+        path = f"{wanted}-{number}" if number else wanted
+        try:
+            os.mkdir(path)
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+OmegaConf.register_new_resolver("hetero_new_folder", new_folder, use_cache=True, replace=True)
+
+
+def say(text: str) -> None:
+    """Prints; a reader who has gone, as in ``| head``, ends no job."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build(config: Any, **arguments: Any) -> Any:
@@ -54,11 +82,12 @@ def build(config: Any, **arguments: Any) -> Any:
 class FitClock(Callback):
     """Writes how long training took, without start-up, from the process that trained.
 
-    A file, because with a launcher that spawns, the process which asked for the training is not that one.
+    Into a file, because with a launcher that spawns, the process which asked for the training is not that one.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.clocked: dict[str, Any] = {}
         self._started_s = 0.0
         self._batches = 0
 
@@ -70,8 +99,8 @@ class FitClock(Callback):
         if trainer.is_global_zero:
             fit_s = time.perf_counter() - self._started_s
             batches = compat.batches_of_all_epochs(trainer) - self._batches
-            clocked = {"fit_s": fit_s, "steps": trainer.global_step, "batches": batches}
-            self.path.write_text(json.dumps(clocked))
+            self.clocked = {"fit_s": fit_s, "steps": trainer.global_step, "batches": batches}
+            write_file(self.path, json.dumps(self.clocked))
 
 
 class ComparisonTable(HydraCallback):
@@ -86,12 +115,11 @@ class ComparisonTable(HydraCallback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         # A launcher that runs jobs elsewhere calls on_job_end there; then the sweep's directory tells.
         found = self.directories or sorted(p.parent for p in Path(config.hydra.sweep.dir).rglob(RESULT_FILE))
-        paths = [Path(directory) / RESULT_FILE for directory in found]
-        results = [json.loads(path.read_text()) for path in paths if path.is_file()]
+        results = [read_result(Path(directory) / RESULT_FILE) for directory in found]
         # Without a job the file is only the clock's: that job did not end well.
         results = sorted((r for r in results if "job" in r), key=lambda result: result["job"])
         if results:
-            print("\n" + comparison_table(results), flush=True)
+            say("\n" + comparison_table(results))
 
 
 def run_job(cfg: DictConfig) -> float | None:
@@ -119,11 +147,12 @@ def run_job(cfg: DictConfig) -> float | None:
         end_children(trainer, failed=failed)
     if not trainer.is_global_zero:
         return None
-    result = collect_result(cfg, output_dir, metrics)
-    (output_dir / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
-    print(job_report(result), flush=True)
+    clock = next(callback for callback in compat.trainer_callbacks(trainer) if isinstance(callback, FitClock))
+    result = collect_result(cfg, clock, metrics)
+    write_file(clock.path, json.dumps(result, indent=2) + "\n")
+    say(job_report(result))
     if Path(cfg.paths.events_dir).is_dir():
-        print(f"report: {report_of(cfg, output_dir)}", flush=True)
+        say(f"report: {report_of(cfg, output_dir)}")
     return result["metric"]["value"]
 
 
@@ -177,19 +206,28 @@ def final_metrics(trainer: Trainer, model: LightningModule, data: Any, wanted: s
     return metrics
 
 
-def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float]) -> dict[str, Any]:
-    """Returns the job's result as plain JSON values, from the clock's file and the ranks' traces.
+def recorded_run(folder: str | Path) -> RecordedRun | None:
+    """Returns the run whose trace is in a folder; None if there is none, or, with a warning, none that can be read."""
+    try:
+        return run_of(read_events(folder)) if Path(folder).is_dir() else None
+    except (OSError, ValueError) as error:
+        tell(f"{folder} is left out, it cannot be read: {error}")
+        return None
+
+
+def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) -> dict[str, Any]:
+    """Returns the job's result as plain JSON values, from the clock, or its file, and the ranks' traces.
 
     Raises:
         RuntimeError: training ended before it began, e.g. with ``max_epochs=0``.
     """
     hydra_cfg = HydraConfig.get()
-    if not (output_dir / RESULT_FILE).is_file():
+    clocked = clock.clocked or read_result(clock.path)
+    if not clocked:
         raise RuntimeError(
             "nothing was trained; check trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches"
         )
-    clocked = json.loads((output_dir / RESULT_FILE).read_text())
-    run = run_of(read_events(cfg.paths.events_dir)) if Path(cfg.paths.events_dir).is_dir() else None
+    run = recorded_run(cfg.paths.events_dir)
     # A trace need not hold every step, so: the mean global batch times the batches trained.
     samples = 0 if run is None else round(mean_global_batch(run) * clocked["batches"])
     return {

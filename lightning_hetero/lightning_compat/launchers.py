@@ -36,7 +36,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import LeftBehindError
+from lightning_hetero.transport.sockets import process_state
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -111,7 +113,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             yield
         finally:
             teller.send_bytes(b".")  # closing it is not enough: a forked process may hold a copy
-            watch.join()
+            watch.join(GRACE_S)
             teller.close()
             told.close()
 
@@ -134,9 +136,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                     self.tolerated.add(rank)
                     note_death(rank, proc.returncode)
                 elif failed_at_s is None:
-                    failed_at_s = time.monotonic()
+                    failed_at_s = awake_s()
                     _LOG.error("local rank %d ended with code %d; everybody ends", rank, proc.returncode)
-            if failed_at_s is not None and time.monotonic() - failed_at_s >= GRACE_S:
+            if failed_at_s is not None and awake_s() - failed_at_s >= GRACE_S:
                 self._kill_all(procs)
                 return
             if not left and failed_at_s is None:
@@ -230,13 +232,6 @@ def ending_alone(applies: bool) -> Iterator[None]:
         raise SystemExit(LEFT_BEHIND) from error
 
 
-def process_state(pid: int) -> bytes:
-    """Returns the letter of the process's state, "T": stopped; empty if that cannot be told."""
-    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # of another user, or a system without /proc
-        return file.read().rpartition(b")")[2].split()[0]
-    return b""
-
-
 def _has_ended(pid: int) -> bool:
     """Whether there is no such process, or one that only waits to be reaped."""
     try:
@@ -296,4 +291,4 @@ def _ending_with_parent(launch: int) -> Iterator[None]:
             yield
         finally:
             finished.set()
-            thread.join()
+            thread.join(GRACE_S)

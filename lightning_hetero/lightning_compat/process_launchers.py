@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -27,9 +26,10 @@ from lightning_hetero.lightning_compat.launchers import (
     LEFT_BEHIND,
     ending_alone,
     note_death,
-    process_state,
 )
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import RemoteFailureError
+from lightning_hetero.transport.sockets import process_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -96,6 +96,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 )
             self.procs = processes.processes
             self._join(processes, questions)
+        if results.empty():
+            raise RuntimeError("local rank 0 has ended without a result, though well: its code has called os._exit(0)")
         output = results.get()
         if trainer is None:
             return output
@@ -163,14 +165,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
     @staticmethod
     def _end_all(processes: Any, failed: Any) -> NoReturn:
         others = [s for s in processes.sentinels if s != failed]
-        deadline = time.monotonic() + GRACE_S
-        while others and (left_s := deadline - time.monotonic()) > 0:
+        end_s = awake_s() + GRACE_S
+        while others and (left_s := end_s - awake_s()) > 0:
             ended = wait(others, left_s)
             others = [s for s in others if s not in ended]
         for process in processes.processes:
             if process.is_alive():
                 process.kill()
-            process.join()
+            process.join(GRACE_S)
         cause = next((s for s in [failed, *processes.sentinels] if _has_cause(processes, s)), failed)
         for sentinel in [s for s in processes.sentinels if s != cause]:
             del processes.sentinels[sentinel]
@@ -189,10 +191,10 @@ def _has_cause(processes: Any, sentinel: Any) -> bool:
 
 def _tolerated(questions: Connection, rank_zero: Any) -> bool:
     """Asks local rank 0; if it does not answer in time, no. What it says later is about an earlier death."""
-    question, deadline_s = os.urandom(8), time.monotonic() + _ANSWER_S
+    question, deadline_s = os.urandom(8), awake_s() + _ANSWER_S
     with suppress(EOFError, OSError):
         questions.send_bytes(question)
-        while questions in wait([questions, rank_zero.sentinel], max(0.0, deadline_s - time.monotonic())):
+        while questions in wait([questions, rank_zero.sentinel], max(0.0, deadline_s - awake_s())):
             answer = questions.recv_bytes()
             if answer[:-1] == question:
                 return answer[-1:] == b"1"

@@ -1,7 +1,8 @@
 """Traces on disk, written, read and replayed: a JSON line per `Event`, a file ``rank{r}.jsonl`` per rank.
 
-Layer P; ``run`` makes steps of all ranks on one clock of them. Kinds and their data (readers keep kinds and keys
-that they do not know):
+Layer P; ``run`` makes steps of all ranks on one clock of them, ``files`` writes. Every line names the run it is of, by
+its id: a folder may hold several runs, and two may write to it at once. Kinds and their data (readers keep kinds and
+keys that they do not know):
 
     run       version (of this schema), world_size, names (of the devices this rank uses), unix_s (when it was
               opened), strategy (class), engine and what its figures are read against, e.g. policy and bound; the
@@ -19,8 +20,8 @@ that they do not know):
     plan      plan, cluster and profile that a run began with (pipeline engine)
     fault     error (what happened, in words)
 
-A process may be killed at any time: a last line cut short is skipped and reported, as is one that a resumed
-run wrote on after. Times are passed in; nothing here reads a clock. Replay after zeus (You et al., NSDI
+A process may be killed at any time, and a disk may be full or lose a block: lines that are no events are skipped and
+counted in one warning per file. Times are passed in; nothing here reads a clock. Replay after zeus (You et al., NSDI
 2023), whose policies are judged on recorded measurements; format and rules are ours.
 """
 
@@ -31,10 +32,12 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import IO, Any, cast
+from typing import Any, cast
 
+from lightning_hetero.record.files import LineFile
 from lightning_hetero.types import Event, SpeedSample
 
 SCHEMA_VERSION = 1
@@ -44,7 +47,7 @@ _FIELDS = ("kind", "rank", "epoch", "step", "t_s")
 
 
 class TornTraceWarning(UserWarning):
-    """A trace holds a line cut short, as a killed process leaves it; everything else was read."""
+    """A trace lacks something: lines cut short or damaged, or all lines of a rank; everything else was read."""
 
 
 def trace_path(dirpath: str | Path, rank: int) -> Path:
@@ -56,7 +59,8 @@ class EventWriter:
     """Appends events to one file as JSON lines; lines reach the disk whole, ``flush_every`` at a time.
 
     Opening writes the ``run`` line. An existing trace is continued. Values JSON does not know become plain
-    ones: NumPy and torch scalars their number, infinities and NaN ``null``, anything else its text.
+    ones: NumPy and torch scalars their number, infinities and NaN ``null``, anything else its text. A file that cannot
+    be written is told of in one warning, and nothing is raised, see `LineFile`.
 
     Args:
         path: the file; missing folders are made.
@@ -64,6 +68,7 @@ class EventWriter:
         world_size: number of ranks of the run.
         names: names of this rank's devices, for people.
         about: what else the ``run`` line says.
+        run: id of the run, the same on all its ranks; empty: the file is of one run only.
         flush_every: lines to collect before writing; a killed process loses fewer than this many.
 
     Raises:
@@ -78,20 +83,17 @@ class EventWriter:
         world_size: int = 1,
         names: Sequence[str] = (),
         about: Mapping[str, Any] = MappingProxyType({}),
+        run: str = "",
         flush_every: int = 64,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank!r} must be in [0, world_size={world_size!r})")
         if flush_every < 1:
             raise ValueError(f"flush_every={flush_every!r} must be >= 1 (lines; 1 writes each at once)")
-        self.path = Path(path)
+        self.path, self.run = Path(path), run
         self.flush_every = flush_every
         self._lines: list[str] = []
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _ends_torn(self.path)
-        self._file: IO[bytes] | None = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        if torn:
-            self._file.write(b"\n")
+        self._file: LineFile | None = LineFile(path)
         data = {"version": SCHEMA_VERSION, "world_size": world_size, "names": list(names), **about}
         self.write(Event(kind="run", rank=rank, epoch=0, step=0, t_s=0.0, data=data))
         self.flush()
@@ -104,25 +106,22 @@ class EventWriter:
         """
         if self._file is None:
             raise ValueError(f"the trace {self.path} is closed: write before close()")
-        self._lines.append(_line(event))
+        self._lines.append(_line(event, self.run))
         if len(self._lines) >= self.flush_every:
             self.flush()
 
     def flush(self) -> None:
         """Hands all lines collected so far to the operating system."""
         if self._file is not None and self._lines:
-            # One unbuffered write: lines are not cut short where a buffer happens to end.
             self._file.write("".join(self._lines).encode())
             self._lines.clear()
 
     def close(self) -> None:
         """Flushes and closes; may be called again."""
+        self.flush()
         if self._file is not None:
-            try:
-                self.flush()
-            finally:
-                self._file.close()
-                self._file = None
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> EventWriter:
         return self
@@ -133,15 +132,20 @@ class EventWriter:
         self.close()
 
 
-def read_events(path: str | Path) -> list[Event]:
-    """Returns the events of a file, or of all ``rank{r}.jsonl`` of a folder, in order of (epoch, step, rank).
+def read_events(path: str | Path, run: str | None = None) -> list[Event]:
+    """Returns a run's events, of a file or of all ``rank{r}.jsonl`` of a folder, in order of (epoch, step, rank).
 
     Events with equal (epoch, step, rank) stay in the order written, so after a resumed run the later of two
-    ``step`` events of one step is the one that counted. A ``run`` line stands at epoch 0, step 0.
+    ``step`` events of one step is the one that counted. A ``run`` line stands at epoch 0, step 0. Lines that are no
+    events are skipped, with one `TornTraceWarning` per file, as is a rank of the run without any line.
+
+    Args:
+        path: the file or folder.
+        run: id of the run; None: the one that was begun or resumed last, with a warning if there are others.
 
     Raises:
         FileNotFoundError: no such file, or a folder without a trace.
-        ValueError: not a trace, a trace of another schema version, or a damaged line that no crash explains.
+        ValueError: not a trace, a trace of another schema version, or no run of that id is in it.
     """
     path = Path(path)
     files = [path]
@@ -151,7 +155,17 @@ def read_events(path: str | Path) -> list[Event]:
         raise FileNotFoundError(
             f"no trace at {path}: expected a .jsonl file or a folder with rank0.jsonl, rank1.jsonl, ..."
         )
-    events = [event for file in files for event in _read_file(file)]
+    by_run: dict[str, list[Event]] = {}
+    for file in files:
+        for its, event in _read_file(file, alone=len(files) == 1):
+            by_run.setdefault(its, []).append(event)
+    if not by_run:
+        return []
+    events = by_run[_chosen(path, by_run, run)]
+    world = max((int(event.data.get("world_size") or 1) for event in events if event.kind == "run"), default=0)
+    if path.is_dir() and (missing := sorted({*range(world)} - {event.rank for event in events})):
+        which = ", ".join(f"rank{rank}.jsonl" for rank in missing[:8]) + (", ..." if missing[8:] else "")
+        _warn(f"{path}: {which}: missing, or without a line of this run of {world} ranks", TornTraceWarning)
     return sorted(events, key=lambda e: (e.epoch, e.step, e.rank))
 
 
@@ -190,9 +204,11 @@ def speed_sample(event: Event) -> SpeedSample | None:
     )
 
 
-def _line(event: Event) -> str:
+def _line(event: Event, run: str) -> str:
     row = {name: getattr(event, name) for name in _FIELDS}
     row["data"] = dict(event.data)
+    if run:
+        row["run"] = run
     try:
         return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
     except (TypeError, ValueError):  # the rare way: values that JSON does not know
@@ -214,36 +230,27 @@ def _plain(value: Any) -> Any:
     return _plain(item()) if callable(item) else str(cast(Any, value))
 
 
-def _ends_torn(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
-
-
-def _read_file(path: Path) -> list[Event]:
+def _read_file(path: Path, *, alone: bool) -> list[tuple[str, Event]]:
+    """Returns the run's id and the event of each line; ``alone``: there is no other file, so it had better be one."""
     text = path.read_bytes().decode(errors="replace")
     # Only "\n" ends a line: splitlines() would also split at characters that may stand inside a string.
-    lines = text.split("\n")
-    numbered = [(i, line) for i, line in enumerate(lines, start=1) if line]
-    parsed = [_parse(line) for _, line in numbered]
-    for at, ((number, line), event) in enumerate(zip(numbered, parsed, strict=True)):
-        if event is not None:
-            if event.kind == "run" or at == 0:
-                _check_version(path, number, event)
+    numbered = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line]
+    found: list[tuple[str, Event]] = []
+    damaged: list[tuple[int, str]] = []
+    for at, (number, line) in enumerate(numbered):
+        if (parsed := _parse(line)) is None:
+            damaged.append((number, line))
             continue
-        following = parsed[at + 1] if at + 1 < len(parsed) else None
-        if at + 1 < len(parsed) and (following is None or following.kind != "run"):
-            raise ValueError(
-                f"{path}, line {number}: not an event: {line[:80]!r}. Is this a trace? Was it edited?"
-            )
-        if at == 0 and following is None and not _looks_torn(line):
+        if parsed[1].kind == "run" or at == 0:
+            _check_version(path, number, parsed[1])
+        found.append(parsed)
+    if damaged:
+        number, line = damaged[0]
+        if alone and not found and not _looks_torn(line):
             raise ValueError(f"{path} is not a trace: it starts with {line[:80]!r}")
-        warnings.warn(
-            f"{path}, line {number}: cut short, skipped: {line[:80]!r}", TornTraceWarning, stacklevel=4
-        )
-    return [event for event in parsed if event is not None]
+        lines = f"{len(damaged)} lines are" if len(damaged) > 1 else "1 line is"
+        _warn(f"{path}: {lines} cut short or damaged, skipped: line {number}, {line[:80]!r}", TornTraceWarning)
+    return found
 
 
 def _looks_torn(line: str) -> bool:
@@ -251,10 +258,11 @@ def _looks_torn(line: str) -> bool:
     return line.startswith(start) or start.startswith(line)
 
 
-def _parse(line: str) -> Event | None:
+def _parse(line: str) -> tuple[str, Event] | None:
+    """Returns the run's id and the event of a line; None: it is none."""
     try:
         row = json.loads(line)
-        return Event(
+        return str(row.get("run") or ""), Event(
             kind=str(row["kind"]),
             rank=int(row["rank"]),
             epoch=int(row["epoch"]),
@@ -262,8 +270,30 @@ def _parse(line: str) -> Event | None:
             t_s=float(row["t_s"]),
             data=dict(row.get("data") or {}),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _chosen(path: Path, by_run: Mapping[str, Sequence[Event]], run: str | None) -> str:
+    """Returns the id of the run to read, and says so where there are several."""
+    times = {its: [e.data.get("unix_s") for e in events if e.kind == "run"] for its, events in by_run.items()}
+    began = {its: max((t for t in said if isinstance(t, float)), default=0.0) for its, said in times.items()}
+    runs = sorted(began, key=lambda its: began[its])  # stable: without a time in the order written
+    told = [f"{its!r} of {_date(began[its])}" if began[its] else repr(its) for its in runs]
+    if run is not None and run not in by_run:
+        raise ValueError(f"run={run!r} is not in {path}: it holds {', '.join(told[-8:])}")
+    if run is None and len(runs) > 1:
+        said = f"{path} holds {len(runs)} runs; this is the last, {told[-1]}. run=ID (--run ID) selects another"
+        _warn(f"{said}: {', '.join(told[-9:-1])}")
+    return runs[-1] if run is None else run
+
+
+def _date(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _warn(text: str, category: type[Warning] = UserWarning) -> None:
+    warnings.warn(text, category, stacklevel=4)
 
 
 def _check_version(path: Path, number: int, event: Event) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cache
@@ -229,12 +229,16 @@ class WorkerLink(ABC):
         gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
         left_behind: the connection has ended with a `LeftBehindError`: the server serves the others.
         cut: the connection has ended, and this side has not closed it.
+        hangs: the connection has ended, because the server hangs.
+        waits: called once per beat while a call waits, with how long it has [s]; may raise to end it.
     """
 
     rank: int
     gradient: Tensor
     left_behind = False
     cut = False
+    hangs = False
+    waits: Callable[[float], object] = staticmethod(lambda waited_s: None)
 
     @property
     def shared(self) -> tuple[Tensor, ...]:
@@ -257,20 +261,15 @@ class WorkerLink(ABC):
         """Ends writing; returns the sequence number for `Request.slot`. Bytes not `ready` yet become so."""
 
     @abstractmethod
-    def call(self, request: Request, *, timeout_s: float | None = None) -> Reply:
+    def call(self, request: Request) -> Reply:
         """Sends a request and waits for its reply.
 
         Raises:
-            ServerLostError: the server is gone, or silent for ``timeout_s``; the connection is over then.
+            ServerLostError: the server is gone, or hangs; the connection is over then.
         """
 
-    def sign_of_life(self, after_s: float) -> None:
-        """Tells the server that this process is alive; from another thread, beside everything else. Never raises.
-
-        Args:
-            after_s: time since the last one [s], as intended: what a process was stopped for does not count.
-        """
-        del after_s
+    def sign_of_life(self) -> None:
+        """Tells the server that this process is alive; from another thread, beside everything else. Never raises."""
 
     @abstractmethod
     def read_parameters(self, into: Tensor) -> int:

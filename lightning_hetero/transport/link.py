@@ -15,12 +15,12 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_hetero.transport.awake import BEAT_S, awake_s
 from lightning_hetero.transport.base import (
     Ask,
     LeftBehindError,
@@ -31,34 +31,41 @@ from lightning_hetero.transport.base import (
     WorkerLink,
 )
 from lightning_hetero.transport.memory import map_parts
+from lightning_hetero.transport.progress import work_of
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
 from lightning_hetero.transport.sockets import (
+    Deadline,
+    Waits,
     WireError,
     connect_to_tcp,
     connect_to_unix,
     hello,
     lost,
     peer_credentials,
+    process_state,
     receive_exactly,
     receive_into,
     receive_reply,
     receive_welcome,
     send_all,
     send_now,
+    wait_in_turns,
 )
 
 _LOOK_S = 1.0  # for what is there to be read
-_SILENCE_S = 60.0  # a server elsewhere that answers nothing for so long, and ...
-_SLOWEST = 1e6  # ... for as long as all that may be on its way takes [bytes/s], is lost
+_LATER_S = 5.0  # after the patience, for a server that can itself say that it hangs
 
 
-def connect(address: str, rank: int, timeout_s: float = 60.0) -> LocalLink | RemoteLink:
+def connect(
+    address: str, rank: int, timeout_s: float = 60.0, patience_s: float = 1800.0
+) -> LocalLink | RemoteLink:
     """Returns a worker's end.
 
     Args:
         address: one of `Listener`'s, ``unix:name#token`` or ``host:port#token``.
         rank: this worker.
-        timeout_s: how long the server may take to answer.
+        timeout_s: how long the server may take to greet.
+        patience_s: how long it may show no progress afterwards, while this worker waits.
 
     Raises:
         ConnectionRefusedError: the server does not want this worker; the message says why.
@@ -76,11 +83,12 @@ def connect(address: str, rank: int, timeout_s: float = 60.0) -> LocalLink | Rem
             undo.enter_context(connection)
             if near and (uid := peer_credentials(connection)[1]) != os.getuid():
                 raise _RefusedError(f"the server at {place} is of user {uid}, not of {os.getuid()}")
-            (pid, *sizes), handed = _greet(connection, rank, bytes.fromhex(token), time.monotonic() + timeout_s)
+            wait_in_turns(connection)
+            (pid, *sizes), handed = _greet(connection, rank, bytes.fromhex(token), Deadline(timeout_s))
             if near:
-                link = LocalLink(connection, rank, pid, *map_parts(*handed, *sizes))
+                link = LocalLink(connection, rank, pid, patience_s, *map_parts(*handed, *sizes))
             else:
-                link = RemoteLink(connection, rank, pid, place, *sizes)
+                link = RemoteLink(connection, rank, pid, patience_s, place, sizes[0])
         except _RefusedError as refused:
             raise ConnectionRefusedError(str(refused)) from None
         except TimeoutError:
@@ -95,7 +103,7 @@ class _RefusedError(Exception):
     """One side does not want the other."""
 
 
-def _greet(connection: socket.socket, rank: int, token: bytes, deadline: float) -> tuple[Sequence[int], list[int]]:
+def _greet(connection: socket.socket, rank: int, token: bytes, deadline: Deadline) -> tuple[Sequence[int], list[int]]:
     """Returns the numbers and the file descriptors that a server hands to a worker which it lets in."""
 
     def welcome() -> tuple[Reply, list[int]]:
@@ -119,15 +127,23 @@ class _SocketLink(WorkerLink):
         rank: this worker.
         slot: its gradients.
         server_pid: the server's process.
+        patience_s: see `connect`.
     """
 
-    def __init__(self, connection: socket.socket, rank: int, slot: Slot, server_pid: int) -> None:
+    def __init__(
+        self, connection: socket.socket, rank: int, slot: Slot, server_pid: int, patience_s: float
+    ) -> None:
         self.rank = rank
         self._connection, self._slot, self._server_pid = connection, slot, server_pid
         self.gradient = slot.data
         self._sending = threading.Lock()
+        self._unsent: bytes | memoryview = b""  # the rest of a sign of life; nothing else goes before it
         self._lost: ServerLostError | None = None
         self._state = b""
+        self._patience_s = patience_s
+        self._heard_of = 0  # how often
+        # In this conversation: since when this worker waits, the server's progress, and since when it has shown that.
+        self._wait: tuple[float, int, float] | None = None
 
     def open_slot(self) -> None:
         self._slot.open()
@@ -135,12 +151,12 @@ class _SocketLink(WorkerLink):
     def close_slot(self) -> int:
         return self._slot.close()
 
-    def call(self, request: Request, *, timeout_s: float | None = None) -> Reply:
-        with self._talking(f"rank {self.rank} asked for {request.kind.name}", timeout_s) as deadline:
+    def call(self, request: Request) -> Reply:
+        with self._talking(f"rank {self.rank} asked for {request.kind.name}"):
             # A server that fails may say so before it has read this: then the answer is there already.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._send(request.pack(), deadline=deadline)
-            return self._receive(deadline)
+                self._send(request.pack())
+            return self._receive(self._waited)
 
     def read_state(self) -> bytes:
         return self._state
@@ -148,18 +164,13 @@ class _SocketLink(WorkerLink):
     def close(self) -> None:
         self._end(ServerLostError("this link is closed"))
 
-    def sign_of_life(self, after_s: float) -> None:
+    def sign_of_life(self) -> None:
         if not self._sending.acquire(blocking=False):
             return  # what is being sent is one
         try:
-            rest = sign = memoryview(Request(kind=Ask.ALIVE).pack())
+            sign = self._unsent or Request(kind=Ask.ALIVE).pack()
             with contextlib.suppress(OSError):
-                while rest and self._lost is None:
-                    try:
-                        rest = rest[send_now(self._connection, rest) :]
-                    except (TimeoutError, BlockingIOError):
-                        if len(rest) == len(sign):  # else no half of it
-                            return
+                self._unsent = memoryview(sign)[send_now(self._connection, sign) :]
         finally:
             self._sending.release()
 
@@ -167,56 +178,72 @@ class _SocketLink(WorkerLink):
 
     def _heard(self) -> None:
         """The server has answered, or taken something in."""
+        self._heard_of += 1
+
+    def _progress(self) -> int:
+        """Returns what changes when the server's main thread goes on."""
+        raise NotImplementedError
+
+    def _waited(self) -> None:
+        """A beat has passed without a byte."""
+        now_s, progress = awake_s(), self._progress()
+        begun_s, seen, since_s = self._wait or (now_s - BEAT_S, progress, now_s)
+        self._wait = (begun_s, progress, since_s if progress == seen else now_s)
+        self.waits(now_s - begun_s)
+        if (silent_s := now_s - self._wait[2]) > self._patience_s + _LATER_S:
+            raise ServerLostError(self._why_silent(silent_s))
+
+    def _why_silent(self, silent_s: float) -> str:
+        """Returns words for a server that shows no progress."""
+        raise NotImplementedError
 
     def _why_lost(self, doing: str) -> ServerLostError:
         """Returns the error for a connection that broke."""
         return lost(self._server_pid, doing)
 
-    def _last_words(self) -> LeftBehindError | None:
-        """Returns what the server has said before the connection broke, if the others go on without this worker."""
+    def _last_words(self) -> ServerLostError | None:
+        """Returns what the server has said before the connection broke: that it hangs, or goes on without this one."""
         try:
-            while True:
-                self._receive(time.monotonic() + _LOOK_S)
+            while (reply := self._receive(Deadline(_LOOK_S))).kind is not Say.FAILED:
+                pass
+            return ServerLostError(reply.text)
         except LeftBehindError as left:
             return left
         except (OSError, EOFError, ValueError):
             return None
 
-    def _send(self, *parts: bytes | memoryview, deadline: float | None = None) -> None:
+    def _send(self, *parts: bytes | memoryview) -> None:
         with self._sending:
-            for part in parts:
-                send_all(self._connection, part, deadline, self._heard)
+            unsent, self._unsent = self._unsent, b""
+            for part in (unsent, *parts):
+                send_all(self._connection, part, self._waited, self._heard)
 
-    def _receive(self, deadline: float | None = None) -> Reply:
-        while (reply := receive_reply(self._connection, deadline)).kind is Say.ALIVE:
+    def _receive(self, waits: Waits) -> Reply:
+        while (reply := receive_reply(self._connection, waits)).kind is Say.ALIVE:
             self._heard()
         if reply.kind is Say.LEFT:
             raise LeftBehindError(reply.text)
         if reply.kind is Say.STATE:
-            self._state = receive_exactly(self._connection, reply.numbers[0], deadline)
+            self._state = receive_exactly(self._connection, reply.numbers[0], waits)
         return reply
 
     @contextlib.contextmanager
-    def _talking(self, doing: str, timeout_s: float | None = None) -> Iterator[float | None]:
+    def _talking(self, doing: str) -> Iterator[None]:
         """Turns a broken connection into ServerLostError; half a conversation cannot be taken up again."""
         if self._lost is not None:
             raise self._lost
+        self._wait = None
         try:
-            yield None if timeout_s is None else time.monotonic() + timeout_s
+            yield
             return
         except LeftBehindError as left:
             self.left_behind, error = True, left
-        except (EOFError, OSError) as broken:
-            self.cut = timeout_s is None or not isinstance(broken, TimeoutError)
-            if not self.cut:
-                error = ServerLostError(
-                    f"no answer within {timeout_s:g} s ({doing}): the parameter server (process {self._server_pid}) is"
-                    " stopped, overloaded or hangs"
-                )
-            elif (left := self._last_words()) is not None:
-                self.left_behind, error = True, left
-            else:
-                error = self._why_lost(doing)
+        except ServerLostError as hangs:
+            self.hangs, error = True, ServerLostError(f"{hangs} ({doing})")
+        except (EOFError, OSError):
+            self.cut = True
+            error = self._last_words() or self._why_lost(doing)
+            self.left_behind = isinstance(error, LeftBehindError)
         except BaseException:
             self._end(ServerLostError("this link was interrupted in the middle of a call"))
             raise
@@ -235,10 +262,19 @@ class LocalLink(_SocketLink):
     """On the server's node: slot and parameters are memory of both; see `connect`."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, server_pid: int, slot: Slot, parameters: ParameterArea
-    ) -> None:
-        super().__init__(connection, rank, slot, server_pid)
+        self, connection: socket.socket, rank: int, server_pid: int, patience_s: float, slot: Slot,
+        parameters: ParameterArea,
+    ) -> None:  # fmt: skip
+        super().__init__(connection, rank, slot, server_pid, patience_s)
         self._parameters = parameters
+
+    def _progress(self) -> int:
+        return self._parameters.progress
+
+    def _why_silent(self, silent_s: float) -> str:
+        pid, work = self._server_pid, work_of(self._parameters.progress)
+        how = "its process is stopped" if process_state(pid) in (b"T", b"t") else "it hangs"
+        return f"the parameter server (process {pid}) has been {work} for {silent_s:.0f} s: {how}"
 
     @property
     def shared(self) -> tuple[Tensor, ...]:
@@ -258,14 +294,12 @@ class RemoteLink(_SocketLink):
     """Elsewhere: the server has a copy of the slot, and parameters are asked for; see `connect`."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, server_pid: int, place: str, slot_bytes: int, parameter_bytes: int
+        self, connection: socket.socket, rank: int, server_pid: int, patience_s: float, place: str, slot_bytes: int
     ) -> None:
-        super().__init__(connection, rank, Slot.empty(slot_bytes), server_pid)
+        super().__init__(connection, rank, Slot.empty(slot_bytes), server_pid, patience_s)
         self._address = place
         self._newest = -1
         self._sent: list[tuple[int, int]] = []
-        self._silence_s = _SILENCE_S + (slot_bytes + parameter_bytes) / _SLOWEST
-        self._silent_s: float | None = None  # how long the server has been silent while this worker waits
 
     def open_slot(self) -> None:
         super().open_slot()
@@ -293,11 +327,13 @@ class RemoteLink(_SocketLink):
     def read_parameters(self, into: Tensor) -> int:
         with self._talking(f"rank {self.rank} asked for the parameters"):
             self._send(Request(kind=Ask.PARAMETERS).pack())
-            if (reply := self._receive()).kind is not Say.PARAMETERS:
+            if (reply := self._receive(self._waited)).kind is Say.FAILED:
+                raise ServerLostError(reply.text)
+            if reply.kind is not Say.PARAMETERS:
                 raise WireError(f"{reply.kind.name} came instead of the parameters")
             if reply.version >= 0:
                 target = into if into.is_cpu else torch.empty_like(into, device="cpu")
-                receive_into(self._connection, bytes_of(target), progress=self._heard)
+                receive_into(self._connection, bytes_of(target), self._waited, self._heard)
                 if target is not into:
                     into.copy_(target)
                 return reply.version
@@ -306,30 +342,20 @@ class RemoteLink(_SocketLink):
     def newest_version(self) -> int:
         return self._newest
 
-    def sign_of_life(self, after_s: float) -> None:
-        super().sign_of_life(after_s)
-        if (silent_s := self._silent_s) is not None:
-            self._silent_s = silent_s + after_s
-            if self._silent_s > self._silence_s:
-                with contextlib.suppress(OSError):  # which the other thread notices
-                    self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _heard(self) -> None:
-        self._silent_s = 0.0
-
-    def _receive(self, deadline: float | None = None) -> Reply:
-        reply = super()._receive(deadline)
+    def _receive(self, waits: Waits) -> Reply:
+        reply = super()._receive(waits)
         self._newest = max(self._newest, reply.version)
         return reply
 
-    @contextlib.contextmanager
-    def _talking(self, doing: str, timeout_s: float | None = None) -> Iterator[float | None]:
-        self._silent_s = 0.0
-        try:
-            with super()._talking(doing, timeout_s) as deadline:
-                yield deadline
-        finally:
-            self._silent_s = None
+    def _progress(self) -> int:
+        self.sign_of_life()  # which its main thread answers
+        return self._heard_of
+
+    def _why_silent(self, silent_s: float) -> str:
+        return (
+            f"the parameter server at {self._address} (process {self._server_pid}) has answered nothing for"
+            f" {silent_s:.0f} s: it hangs or is stopped, or its machine or the network failed"
+        )
 
     def _why_lost(self, doing: str) -> ServerLostError:
         return ServerLostError(
@@ -365,10 +391,10 @@ class Pulse:
 
     def _beat(self) -> None:
         while not self._over.wait(self._every_s):
-            self._link.sign_of_life(self._every_s)
+            self._link.sign_of_life()
 
     def stop(self) -> None:
         """Ends the link, and the thread with it; idempotent."""
         self._over.set()
         self._link.close()
-        self._thread.join()
+        self._thread.join(_LOOK_S)  # a sign waits for nobody

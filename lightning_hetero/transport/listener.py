@@ -25,19 +25,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_hetero.transport.base import (
-    Alive,
-    Arrived,
-    Ask,
-    Gone,
-    Happened,
-    Joined,
-    Reply,
-    Request,
-    Say,
-)
+from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.base import Alive, Arrived, Ask, Gone, Happened, Joined, Reply, Request, Say
 from lightning_hetero.transport.memory import ServerMemory
 from lightning_hetero.transport.peer import Peer
+from lightning_hetero.transport.progress import work_of
 from lightning_hetero.transport.sockets import (
     HELLO_BYTES,
     WireError,
@@ -72,6 +64,7 @@ class Listener:
         ranks: the workers it can serve, connected or not.
         near_address: what workers on this node need to `connect`; empty if there are none.
         far_address: what others need; empty if there are none.
+        memory: what the server shares with workers of this node.
 
     Raises:
         OSError: no room for so much shared memory, or no socket.
@@ -83,7 +76,7 @@ class Listener:
     ) -> None:  # fmt: skip
         self._near, elsewhere = frozenset(near), frozenset(far)
         self.ranks = self._near | elsewhere
-        self._memory = ServerMemory(self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+        self.memory = ServerMemory(self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
         self._token = secrets.token_bytes(16)
         self._doors: list[socket.socket] = []
         self.near_address = self.far_address = ""
@@ -109,23 +102,23 @@ class Listener:
 
     def fileno_list(self) -> list[int]:
         """Returns the descriptors a forked server must keep open, before `events` was ever called."""
-        memory = [] if self._memory.descriptor is None else [self._memory.descriptor]
+        memory = [] if self.memory.descriptor is None else [self.memory.descriptor]
         return [*memory, *(door.fileno() for door in self._doors), *self._bell]
 
     # ---- the server's thread ------------------------------------------------------------------------------
 
-    def events(self, timeout_s: float | None) -> list[Happened]:
-        """Waits until something happens, at most ``timeout_s`` (None: without limit; 0: not at all)."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def events(self, timeout_s: float) -> list[Happened]:
+        """Waits until something happens, at most ``timeout_s`` (0: not at all)."""
+        deadline = time.monotonic() + timeout_s
         selector = self._started()
         while True:
-            rest_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            rest_s = max(0.0, deadline - time.monotonic())
             for key, mask in selector.select(0.0 if self._happened else rest_s):
                 if isinstance(key.data, Peer):
                     self._serve(key.data, mask, ended=key.fd == key.data.pidfd)
                 else:
                     key.data()
-            if self._happened or (deadline is not None and time.monotonic() >= deadline):
+            if self._happened or time.monotonic() >= deadline:
                 happened, self._happened = self._happened, []
                 return happened
 
@@ -136,7 +129,7 @@ class Listener:
         if reply.kind is not Say.STATE:
             self._send(peer, reply)
             return
-        state = self._memory.state
+        state = self.memory.state
         peer.send_body(lambda: (replace(reply, numbers=(len(state),)), memoryview(state)), len(state))
         self._flush(peer)
 
@@ -146,15 +139,25 @@ class Listener:
         Raises:
             TornSlotError: it does not hold the content numbered ``slot``.
         """
-        return self._memory.slot(rank).check(slot)
+        return self.memory.slot(rank).check(slot)
 
     def publish(self, version: int, parameters: Tensor) -> None:
         """Makes ``parameters`` (uint8, all of them) the newest version; readers never see half of it."""
-        self._memory.parameters.publish(version, parameters)
+        self.memory.parameters.publish(version, parameters)
 
     def share_state(self, data: bytes) -> None:
         """Keeps ``data`` to go out with each reply ``Say.STATE``, for `WorkerLink.read_state`."""
-        self._memory.state = bytes(data)
+        self.memory.state = bytes(data)
+
+    def hangs(self, for_s: float) -> str:
+        """Tells all workers that the server's thread hangs, from another one, before the process ends; returns that."""
+        work = work_of(self.memory.parameters.progress)
+        text = f"the parameter server (process {os.getpid()}) has been {work} for {for_s:.0f} s: it hangs"
+        for peer in list(self._workers.values()):
+            if not peer.outbox and peer.busy != "sends":
+                with contextlib.suppress(OSError):
+                    send_now(peer.connection, Reply(kind=Say.FAILED, text=text).pack())
+        return text
 
     def dismiss(self, rank: int, reason: str) -> None:
         """Ends a worker's connection; it is told as `Gone`, and the worker by a `LeftBehindError` when it looks."""
@@ -165,9 +168,9 @@ class Listener:
     def close(self) -> None:
         """Ends all connections; idempotent."""
         if self._open:
-            deadline_s = time.monotonic() + _LAST_WORDS_S
+            end_s = awake_s() + _LAST_WORDS_S
             for peer in self._peers:
-                peer.join(deadline_s)  # the state for a last checkpoint above all
+                peer.join(end_s - awake_s())  # the state for a last checkpoint above all
             self.detach()
             if os.path.isabs(self._unix_name):
                 os.unlink(self._unix_name)
@@ -203,7 +206,7 @@ class Listener:
                 self._flush(peer)
 
     def _accept(self, door: socket.socket) -> None:
-        oldest_s = time.monotonic() - _HELLO_S
+        oldest_s = awake_s() - _HELLO_S
         for silent in [peer for peer in self._peers if peer.rank is None and peer.since_s < oldest_s]:
             self._refuse(silent, f"said nothing for {_HELLO_S:g} s")
         try:
@@ -282,9 +285,9 @@ class Listener:
             if far:
                 self._send(peer, Reply(kind=Say.ALIVE))
         elif request.kind is Ask.CHUNK and far:
-            peer.expect(self._memory.slot(rank), request)
+            peer.expect(self.memory.slot(rank), request)
         elif request.kind is Ask.PARAMETERS and far:
-            peer.send_parameters(self._memory.parameters, self._memory.parameter_bytes)
+            peer.send_parameters(self.memory.parameters, self.memory.parameter_bytes)
             self._flush(peer)
         else:
             self._happened.append(Arrived(rank, request))
@@ -303,7 +306,7 @@ class Listener:
             peer.pidfd = descriptor
             self._started().register(descriptor, selectors.EVENT_READ, peer)
         self._happened.append(Joined(rank))
-        memory = self._memory
+        memory = self.memory
         numbers = os.getpid(), memory.slot_bytes, memory.parameter_bytes
         if memory.descriptor is None or rank not in self._near:
             self._send(peer, Reply(kind=Say.DONE, numbers=numbers))
@@ -371,7 +374,7 @@ class Listener:
         peer.close()
         if peer.rank is not None:
             del self._workers[peer.rank]
-            self._memory.forget(peer.rank)
+            self.memory.forget(peer.rank)
             self._happened.append(Gone(peer.rank, reason))
 
     def detach(self) -> None:
@@ -387,4 +390,4 @@ class Listener:
             door.close()
         for end in self._bell:
             os.close(end)
-        self._memory.close()
+        self.memory.close()

@@ -8,17 +8,22 @@ import secrets
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
-from lightning_hetero.transport.sockets import WireError, payload_size, receive_into, send_all
+from lightning_hetero.transport.sockets import WireError, payload_size, receive_into, send_all, wait_in_turns
 
 _INLINE_BYTES = 1 << 18  # what is not larger is not worth a thread
+_END_S = 10.0  # for a thread whose connection is closed
+
+
+def _patient() -> None:
+    """A worker that is stopped is waited for, until the server's thread drops it and closes the connection."""
 
 
 class Peer:
@@ -34,7 +39,7 @@ class Peer:
 
     Attributes:
         challenge: what it has to prove that it knows the run's secret with.
-        since_s: when it connected [s].
+        since_s: when it connected [s, awake_s].
         inbox, outbox: what was read and not understood yet; what is to be sent.
         busy: what a thread does with the socket: "sends", "receives"; empty: there is none.
         watched: events that the selector looks at the socket for.
@@ -44,7 +49,7 @@ class Peer:
         self, connection: socket.socket, pid: int, welcome: frozenset[int], tell: Callable[[Peer, str | None], None]
     ) -> None:
         self.connection, self.pid, self.welcome, self._tell = connection, pid, welcome, tell
-        self.challenge, self.since_s = secrets.token_hex(16), time.monotonic()
+        self.challenge, self.since_s = secrets.token_hex(16), awake_s()
         self.rank: int | None = None
         self.pidfd: int | None = None
         self.inbox = bytearray()
@@ -93,7 +98,7 @@ class Peer:
         target[:here] = self.take(here)
 
         def receive() -> None:
-            receive_into(self.connection, target[here:], progress=lambda: self._tell(self, None))
+            receive_into(self.connection, target[here:], _patient, lambda: self._tell(self, None))
             slot.mark(chunk.slot)
 
         if here == len(target):
@@ -126,8 +131,8 @@ class Peer:
 
         def send() -> None:
             reply, body = make()
-            send_all(self.connection, before + reply.pack())
-            send_all(self.connection, body, progress=lambda: self._tell(self, None))
+            send_all(self.connection, before + reply.pack(), _patient)
+            send_all(self.connection, body, _patient, lambda: self._tell(self, None))
 
         self._take_over("sends", send)
 
@@ -136,12 +141,12 @@ class Peer:
             how = ""
             try:
                 work()
-            except (OSError, EOFError) as error:
-                how = f"its connection failed: {error}"
+            except Exception as error:  # whatever it is, the server's thread is told
+                how = f"its connection failed: {type(error).__name__}: {error}"
             self._tell(self, how)
 
         self.busy = busy
-        self.connection.setblocking(True)
+        wait_in_turns(self.connection)
         self._thread = threading.Thread(target=run, name=f"worker-{self.rank}-{busy}", daemon=True)
         self._thread.start()
 
@@ -150,10 +155,10 @@ class Peer:
         self.busy = ""
         self.connection.setblocking(False)
 
-    def join(self, deadline_s: float) -> None:
-        """Waits for the body that is under way, until a time of the monotonic clock."""
+    def join(self, most_s: float) -> None:
+        """Waits for the body that is under way."""
         if self._thread is not None:
-            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+            self._thread.join(max(0.0, most_s))
 
     # ---- the end ------------------------------------------------------------------------------------------
 
@@ -170,8 +175,7 @@ class Peer:
         # A forked child of ours may hold the socket, too: closing alone would not tell the peer.
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
-        if self._thread is not None:
-            self._thread.join()
+        self.join(_END_S)
         self.connection.close()
         pidfd, self.pidfd = self.pidfd, None
         if pidfd is not None:  # closed once: the number may be somebody else's by the second time

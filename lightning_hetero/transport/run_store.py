@@ -94,11 +94,13 @@ class StoreAddress:
 
     Attributes:
         host, port: of the store.
+        rank: of the process that hosts it, global.
         secret: of the run, as hexadecimal digits.
     """
 
     host: str
     port: int
+    rank: int
     secret: str = field(repr=False)
 
 
@@ -116,6 +118,7 @@ class RunStore:
 
     Attributes:
         address, hosts: as given.
+        rank: of the process that hosts it, global.
     """
 
     def __init__(
@@ -124,21 +127,25 @@ class RunStore:
     ) -> None:  # fmt: skip
         self._signed = None if store is None else SignedStore(store, secret)
         self._answer_s, self.address, self.hosts = answer_s, address, hosts
+        self.rank = 0 if address is None else address.rank
         self._silent_s = 0.0
 
     @classmethod
-    def of_all(cls, channel: SideChannel, host: str, timeout: timedelta) -> RunStore:
-        """Returns the store of the ranks of a channel, hosted by rank 0, which must live longest; a collective.
+    def of_all(cls, channel: SideChannel, host: str, timeout: timedelta, *, rank: int | None = None) -> RunStore:
+        """Returns the store of the ranks of a channel, hosted by its first one, which must live longest; a collective.
 
         Args:
             channel: over all ranks.
-            host: address of rank 0's machine; on a loopback address nobody else can connect.
+            host: address of this rank's machine; on a loopback address nobody else can connect.
             timeout: of the store's own operations, and of its host's silence.
+            rank: this process, global; None: as in the channel.
         """
         if channel.world_size == 1:
             return cls(HashStore(), b"", answer_s=timeout.total_seconds())
         hosted = host_store(host, timeout) if channel.rank == 0 else None
-        said = None if hosted is None else StoreAddress(host, hosted.port, secrets.token_hex(32))
+        said = None if hosted is None else StoreAddress(
+            host, hosted.port, channel.rank if rank is None else rank, secrets.token_hex(32)
+        )
         return cls.join(channel.all_gather_object(said)[0], timeout, hosted)
 
     @classmethod

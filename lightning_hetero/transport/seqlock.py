@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.transport.base import TornSlotError
+from lightning_hetero.transport.progress import stamped
 
 PAGE_BYTES = 4096
 _LARGE_BYTES = 16 << 20  # copying so much takes milliseconds; starting a thread, tens of microseconds
@@ -154,11 +155,11 @@ class ParameterArea:
         data: uint8, both buffers.
     """
 
-    # words: publications so far; per buffer its sequence and its version
-    _COUNT, _SEQUENCE, _VERSION = 0, (1, 2), (3, 4)
+    # words: publications so far; per buffer its sequence and its version; see `progress`
+    _COUNT, _SEQUENCE, _VERSION, _PROGRESS = 0, (1, 2), (3, 4), 5
 
     def __init__(self, memory: Tensor, data_bytes: int) -> None:
-        self._words = _words(memory, 5)
+        self._words = _words(memory, 6)
         first, second = PAGE_BYTES, PAGE_BYTES + _aligned(data_bytes)
         self._buffers = memory[first : first + data_bytes], memory[second : second + data_bytes]
         self.data = memory[first : second + data_bytes]
@@ -182,6 +183,15 @@ class ParameterArea:
         _fence()
         words[self._SEQUENCE[which]] += 1
         words[self._COUNT] = count
+
+    @property
+    def progress(self) -> int:
+        """What the server's main thread does, see `progress.work_of`."""
+        return self._words[self._PROGRESS]
+
+    def stamp(self, kind: int, number: int) -> None:
+        """The main thread begins another work, see `progress.stamped`."""
+        self._words[self._PROGRESS] = stamped(self._words[self._PROGRESS], kind, number)
 
     def read(self, into: Tensor) -> int:
         """Copies the newest parameters as a whole, to any device; returns their version.

@@ -14,6 +14,7 @@ with torch.distributed in general: nothing is encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -22,11 +23,11 @@ import socket
 import struct
 import sys
 import tempfile
-import time
 from array import array
 from collections.abc import Callable
 from datetime import timedelta
 
+from lightning_hetero.transport.awake import BEAT_S, awake_s
 from lightning_hetero.transport.base import Reply, Request, ServerLostError
 
 FOREVER = timedelta(days=365)  # liveness is decided elsewhere; gloo ends a pair whose wait times out
@@ -38,6 +39,7 @@ _HELLO = struct.Struct("<8sIi32s")
 HELLO_BYTES = _HELLO.size
 _MAGIC, _FORMAT = b"lhstale\0", 3
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)  # a forked server may have the default SIGPIPE: death
+_BEAT = struct.pack("ll", 0, round(1e6 * BEAT_S))
 _NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 
 
@@ -107,6 +109,13 @@ def has_ended(pid: int, wait_s: float) -> bool:
         os.close(descriptor)
 
 
+def process_state(pid: int) -> bytes:
+    """Returns the letter of the process's state, "T": stopped; empty if that cannot be told."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # of another user, no /proc
+        return file.read().rpartition(b")")[2].split()[0]
+    return b""
+
+
 def unix_door() -> tuple[socket.socket, str]:
     """Listens for processes of this node; returns the socket and its name, for `connect_to_unix`.
 
@@ -163,49 +172,75 @@ def send_now(connection: socket.socket, data: bytes | bytearray | memoryview) ->
     return connection.send(data, _NO_SIGNAL | _NO_WAIT)
 
 
+Waits = Callable[[], object]
+"""Called whenever a beat has passed without a byte; raises to give up."""
+
+
+class Deadline:
+    """Waits so long at most, by `awake_s`: raises TimeoutError then."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end_s = awake_s() + seconds
+
+    def __call__(self) -> None:
+        if awake_s() >= self._end_s:
+            raise TimeoutError
+
+
+def wait_in_turns(connection: socket.socket) -> None:
+    """Makes a socket blocking, for one beat at a time: behind it BlockingIOError is raised, see `Waits`."""
+    connection.setblocking(True)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, _BEAT)
+
+
 def send_all(
-    connection: socket.socket, data: bytes | memoryview, deadline: float | None = None,
-    progress: Callable[[], object] = lambda: None,
-) -> None:  # fmt: skip
-    """Sends all of ``data``; raises TimeoutError past ``deadline`` (time.monotonic), OSError if the peer is gone."""
+    connection: socket.socket, data: bytes | memoryview, waits: Waits, progress: Callable[[], object] = lambda: None
+) -> None:
+    """Sends all of ``data``; raises OSError if the peer is gone."""
     rest = memoryview(data)
     while rest:
-        connection.settimeout(_rest_s(deadline))
-        rest = rest[connection.send(rest[:PIECE_BYTES], _NO_SIGNAL) :]
-        progress()
+        try:
+            rest = rest[connection.send(rest[:PIECE_BYTES], _NO_SIGNAL) :]
+        except BlockingIOError:
+            waits()
+        else:
+            progress()
 
 
 def receive_into(
-    connection: socket.socket, target: memoryview, deadline: float | None = None,
-    progress: Callable[[], object] = lambda: None,
-) -> None:  # fmt: skip
-    """Fills ``target``; raises TimeoutError past ``deadline``, EOFError if the peer is gone."""
+    connection: socket.socket, target: memoryview, waits: Waits, progress: Callable[[], object] = lambda: None
+) -> None:
+    """Fills ``target``; raises EOFError if the peer is gone."""
     while target:
-        connection.settimeout(_rest_s(deadline))
-        if not (count := connection.recv_into(target[:PIECE_BYTES])):
+        try:
+            count = connection.recv_into(target[:PIECE_BYTES])
+        except BlockingIOError:
+            waits()
+            continue
+        if not count:
             raise EOFError("the connection was closed")
         target = target[count:]
         progress()
 
 
-def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float | None) -> bytes:
+def receive_exactly(connection: socket.socket, size_bytes: int, waits: Waits) -> bytes:
     """Returns exactly ``size_bytes``; raises as `receive_into`."""
-    if not size_bytes:
-        return b""
-    connection.settimeout(_rest_s(deadline))
-    first = connection.recv(size_bytes)
-    if len(first) == size_bytes:  # as a rule
-        return first
-    data = bytearray(size_bytes)
-    data[: len(first)] = first
-    receive_into(connection, memoryview(data)[len(first) :], deadline)
-    return bytes(data)
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        data = connection.recv(size_bytes) if size_bytes else b""
+    if len(data) == size_bytes:  # as a rule
+        return data
+    whole = bytearray(size_bytes)
+    whole[: len(data)] = data
+    receive_into(connection, memoryview(whole)[len(data) :], waits)
+    return bytes(whole)
 
 
-def receive_reply(connection: socket.socket, deadline: float | None) -> Reply:
+def receive_reply(connection: socket.socket, waits: Waits) -> Reply:
     """Returns the next reply; raises as `receive_into`, and ValueError if it is none."""
-    head = receive_exactly(connection, Reply.SIZE, deadline)
-    return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), deadline))
+    head = receive_exactly(connection, Reply.SIZE, waits)
+    return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), waits))
 
 
 def send_welcome(connection: socket.socket, reply: Reply, descriptor: int) -> None:
@@ -214,20 +249,18 @@ def send_welcome(connection: socket.socket, reply: Reply, descriptor: int) -> No
     connection.sendmsg([reply.pack()], [handed], _NO_SIGNAL | _NO_WAIT)
 
 
-def receive_welcome(connection: socket.socket, deadline: float) -> tuple[Reply, list[int]]:
+def receive_welcome(connection: socket.socket, waits: Waits) -> tuple[Reply, list[int]]:
     """Returns the next reply of a handshake, and the file descriptors that come with it; raises as `receive_reply`."""
-    connection.settimeout(_rest_s(deadline))
-    head, descriptors, *_ = socket.recv_fds(connection, Reply.SIZE, 1)
-    head += receive_exactly(connection, Reply.SIZE - len(head), deadline)
-    return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), deadline)), descriptors
-
-
-def _rest_s(deadline: float | None) -> float | None:
-    if deadline is None:
-        return None
-    if (rest_s := deadline - time.monotonic()) <= 0:
-        raise TimeoutError
-    return rest_s
+    head, descriptors = b"", list[int]()
+    while True:
+        try:
+            head, descriptors, *_ = socket.recv_fds(connection, Reply.SIZE, 1)
+        except BlockingIOError:
+            waits()
+        else:
+            break
+    head += receive_exactly(connection, Reply.SIZE - len(head), waits)
+    return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), waits)), descriptors
 
 
 def lost(pid: int, doing: str) -> ServerLostError:

@@ -87,6 +87,19 @@ def test_a_multirun_repeats_nothing_and_ends_with_one_comparison(tmp_path: Path)
         assert (tmp_path / "sweep" / job / "train_ddp_process_1.log").exists()
 
 
+@pytest.mark.long
+def test_two_jobs_in_the_same_second_keep_apart_and_need_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("")
+    same = "hydra.run.dir=${hetero_new_folder:same}"
+    job = partial(train, "debug=fast", same, "paths.events_dir=full/events")
+    done = [future.result() for future in two_at_a_time({"a": job, "b": job}).values()]
+    for one in done:
+        assert one.returncode == 0, one.stderr
+        assert "rank0.jsonl is not written any more" in one.stderr and "ddp on none: 4 steps" in one.stdout
+    for name in ("same", "same-1"):
+        assert json.loads((tmp_path / name / "result.json").read_text())["steps"] == 4
+
+
 def test_a_metric_that_training_did_not_log_is_validated_at_the_end(tmp_path: Path) -> None:
     done = train(
         "debug=fast", "+trainer.check_val_every_n_epoch=9", "callbacks=none", "hydra.run.dir=here"

@@ -31,7 +31,14 @@ class Started:
 
 
 def start(
-    launcher: str, asked: dict[str, Any], folder: Path, port: int, namespaces: list[str], cable: Network | None
+    launcher: str,
+    asked: dict[str, Any],
+    folder: Path,
+    *,
+    port: int,
+    temporary: Path,
+    namespaces: list[str],
+    cable: Network | None = None,
 ) -> list[Started]:
     """Starts the program.
 
@@ -40,6 +47,7 @@ def start(
         asked: what the program is told.
         folder: where it works.
         port: where ranks meet that nobody of ours starts.
+        temporary: folder for temporary files.
         namespaces: to enter.
         cable: two nodes, of which the last rank is alone on the second; SLURM only.
     """
@@ -48,7 +56,7 @@ def start(
     def one(name: str, own: tuple[int, ...], command: list[str], said: dict[str, Any], **variables: str) -> Started:
         screen = folder / name
         entered = json.dumps([*namespaces, *([cable.namespace(int(own == ranks[-1:]))] if cable else [])])
-        its = environ(FAULTS_NAMESPACES=entered, **variables)
+        its = environ(FAULTS_NAMESPACES=entered, TMPDIR=str(temporary), **variables)
         with screen.open("w") as file:
             program = [*command, str(PROGRAM), json.dumps(said)]
             return Started(warm.start(program, folder, its, file.fileno(), file.fileno()), screen, own)

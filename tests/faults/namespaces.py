@@ -11,6 +11,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -33,14 +34,31 @@ def why_not(needs: str) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Disks:
+    """Small file systems that only those who enter have.
+
+    Attributes:
+        namespaces: to enter.
+        root: where the root folder that they see is to be found.
+    """
+
+    namespaces: list[str]
+    root: str = ""
+
+    def at(self, path: Path | str) -> Path:
+        """Returns where a path of theirs is to be found."""
+        return Path(f"{self.root}{path}")
+
+
 @contextmanager
-def small_disks(folder: Path, size_bytes: int = 4 << 20) -> Iterator[list[str]]:
-    """Puts file systems of their own at ``folder``/saved and /dev/shm; yields the namespaces to enter."""
-    (folder / "saved").mkdir()
-    places = (folder / "saved", "/dev/shm")
+def small_disks(folder: Path, size_bytes: int = 4 << 20) -> Iterator[Disks]:
+    """Puts file systems of their own at ``folder``/small and /dev/shm."""
+    (folder / "small").mkdir()
+    places = (folder / "small", "/dev/shm")
     mounts = [f"mount -t tmpfs -o size={size_bytes} tmpfs {shlex.quote(str(at))}" for at in places]
     with _held(["unshare", "-m", "sh", "-c", " && ".join(["mount --make-rprivate /", *mounts]) + _WAIT]) as pid:
-        yield [f"/proc/{pid}/ns/mnt"]
+        yield Disks([f"/proc/{pid}/ns/mnt"], f"/proc/{pid}/root")
 
 
 class Network:

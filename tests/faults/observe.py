@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
+from lightning_hetero.cluster import read_events
 from tests.e2e.programs import left_in
+from tests.faults.cells import Cell
+from tests.faults.job import unix_sockets
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -133,3 +138,56 @@ def _still_there(begun_s: dict[int, float], grace_s: float) -> list[str]:
     for process in alive:
         process.kill()
     return [str(process.pid) for process in alive]
+
+
+_OF_PYTHON = ("pymp-", "pytorch-errorfile-", "torchelastic_")  # which others than we leave behind when they are killed
+
+
+def files_left(folder: Path, temporary: Path, memory: Path | None, held: Sequence[str]) -> list[str]:
+    """Returns parts of checkpoints, temporary files, and what is left of a job that was killed as a whole.
+
+    Args:
+        folder: of the job.
+        temporary: its folder for temporary files.
+        memory: its own /dev/shm; None: it had the machine's.
+        held: names of files in memory and of sockets that it had.
+    """
+    found = [f"part of a file is left: {path.name}" for path in folder.rglob("*.part*")]
+    names = [path.name for path in temporary.iterdir() if not path.name.startswith(_OF_PYTHON)]
+    found += [f"temporary file is left: {name}" for name in sorted(names)]
+    if memory is not None:
+        found += [f"shared memory is left: {path.name}" for path in memory.iterdir() if path.name != "filler"]
+    sockets = {name for _, name in unix_sockets()} if held else set()
+    found += [f"still there: {name}" for name in held if name in sockets or (name[0] == "/" and Path(name).exists())]
+    return found
+
+
+def broken_checkpoints(folder: Path, cell: Cell) -> list[str]:
+    """Returns checkpoints that cannot be read, and whether there is none where a save was disturbed."""
+    if not cell.asked.get("save_every") or cell.asked.get("save_in") is not None:
+        return []
+    found = []
+    saved = sorted(folder.glob("saved/*.ckpt"))
+    for path in saved:
+        try:
+            torch.load(path, weights_only=False)
+        except Exception as error:  # whatever it is
+            found.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
+    disturbed = cell.asked.get("kind") in ("kill in a write", "kill soon")
+    return found or (["the checkpoint before is gone"] if disturbed and not saved else [])
+
+
+def unreadable(trace: Path) -> list[str]:
+    """Returns why what was written of a trace on a full disk cannot be read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lines that are skipped are told
+        try:
+            events = read_events(trace)
+        except Exception as error:  # whatever it is
+            return [f"the trace cannot be read: {type(error).__name__}: {error}"]
+    return [] if any(event.kind == "step" for event in events) else ["the trace has no step"]
+
+
+def not_told_apart(folder: Path, jobs: int) -> list[str]:
+    """Returns whether the traces of jobs that ran at once in a folder are mixed."""
+    return []

@@ -13,15 +13,10 @@ of every sample of a global batch of B, -2/B if it counted twice, and 0 elsewher
 from __future__ import annotations
 
 import ctypes
-import functools
-import inspect
 import json
 import os
-import signal
-import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +24,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
@@ -39,67 +33,33 @@ from lightning_hetero import (
     BoundedStalenessStrategy,
     FederatedStrategy,
     HeteroPipelineStrategy,
+    HeteroTrace,
     LoadBalancedStrategy,
+    StragglerMonitor,
 )
 from lightning_hetero.stale.policy import Flexible
+from tests.faults import asked
+from tests.faults.asked import ASKED, my_rank, note
+from tests.faults.happen import NOW, here, hooked
 
-ASKED: dict[str, Any] = {
-    "engine": "balanced",
-    "start": "popen",  # how Lightning starts the other ranks, where nobody else does
-    "ranks": 3,
-    "devices": 0,  # of this node; 0: all
-    "nodes": 1,
-    "samples": 96,
-    "batch": 4,
-    "epochs": 2,
-    "step_s": 0.01,  # a device's work
-    "timeout_s": 120.0,
-    "liveness_s": 0.5,
-    "save_every": 0,  # steps; 0: no checkpoints
-    "kind": "",  # of fault; "": none
-    "place": "Model.on_train_batch_start",
-    "call": 3,  # which call of the place on a rank that is hit
-    "ranks_hit": [1],
-    "hold_s": 0.0,  # how long, for what lasts
-    "options": {},  # further arguments of the strategy
-    **json.loads(sys.argv[1] if len(sys.argv) > 1 and sys.argv[1].startswith("{") else "{}"),
-}
-CAUSE = "the cause: a flux compensator broke"
-FOLDER = Path.cwd()
 HIDDEN = 4
-# Rank 1 leads a group with rank 0 as its second stage; a third rank is a group of its own.
+DTYPE = torch.float32 if ASKED["precision"] else torch.float64
+# Rank 1 leads a group with rank 0 as its second stage; further ranks are groups of their own.
 GROUPS = [
     {"ranks": [1, 0], "cuts": [0, 2, 3], "samples": 8, "micro_samples": 3},
     {"ranks": [2], "cuts": [0, 3], "samples": 4, "micro_samples": 2},
+    {"ranks": [3], "cuts": [0, 3], "samples": 4, "micro_samples": 4},
 ]
 
 
 # ---- what is written for the observer ------------------------------------------------------------------------------
 
 
-def note(name: str, **said: Any) -> None:
-    """Appends a line at once: a kill in the next moment does not lose it."""
-    file = os.open(FOLDER / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.write(file, (json.dumps(said) + "\n").encode())
-    os.close(file)
-
-
-RANK: list[int] = []
-
-
-def my_rank() -> int:
-    """Returns the rank of the start: in the group of those who are left it may be another."""
-    if not RANK and dist.is_initialized():
-        RANK.append(dist.get_rank())
-    if RANK:
-        return RANK[0]
-    return int(next(filter(None, map(os.environ.get, ("RANK", "SLURM_PROCID", "LOCAL_RANK"))), 0))
-
-
 class Ledger(torch.optim.SGD):
     """Notes for each step which samples count in it, and how often."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        here("Ledger.step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,7 +71,7 @@ class Ledger(torch.optim.SGD):
                 ids = row.nonzero().flatten()
                 shares = row[ids]
                 one = shares.abs().min() if len(ids) else 1.0
-                times = (shares.abs() / one).round(decimals=3)
+                times = (shares.abs() / one).round(decimals=1 if ASKED["precision"] else 3)
                 note(f"applied-{os.getpid()}.jsonl", ids=ids.tolist(), times=times.tolist())
         super().step()
         return loss
@@ -126,7 +86,7 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.told += 1
         if self.told == 1:
-            (FOLDER / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
+            (asked.FOLDER / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
         if self.told == 2:
             me = psutil.Process()
             files, ports, begun_s = set(), set(), {}
@@ -143,95 +103,7 @@ class Watch(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         own = [p.detach().flatten().tolist() for p in pl_module.parameters() if not p.is_meta]
         said = {"steps": trainer.global_step, "epochs": trainer.current_epoch, "world": trainer.world_size, "own": own}
-        (FOLDER / f"ended-{trainer.global_rank}.json").write_text(json.dumps({**said, "pid": os.getpid()}))
-
-
-# ---- faults --------------------------------------------------------------------------------------------------------
-
-CALLS, FIRED = [0], [False]
-NOW = {"slow": False, "nan": False, "out of memory": False}
-
-
-def here(place: str) -> None:
-    """Lets the fault happen if it is due here and now."""
-    if not ASKED["kind"] or place != ASKED["place"] or FIRED[0] or my_rank() not in ASKED["ranks_hit"]:
-        return
-    CALLS[0] += 1
-    if CALLS[0] < ASKED["call"]:
-        return
-    FIRED[0] = True
-    note("happened.jsonl", at_s=time.time(), rank=my_rank(), pid=os.getpid(), place=place)
-    happen(ASKED["kind"])
-
-
-def happen(kind: str) -> None:
-    me = os.getpid()
-    if kind == "exception":
-        raise RuntimeError(CAUSE)
-    if kind == "kill":
-        os.kill(me, signal.SIGKILL)
-    elif kind == "kill together":  # the first of them kills all
-        for pid in pids(ASKED["ranks_hit"]):
-            os.kill(pid, signal.SIGKILL)
-    elif kind == "kill the server":
-        (server,) = [c for c in psutil.Process().children() if os.getsid(c.pid) == c.pid]
-        server.kill()
-    elif kind in ("SIGTERM", "SIGUSR1"):
-        os.kill(me, getattr(signal, kind))
-    elif kind in ("SIGTERM to all", "SIGUSR1 to all"):
-        for pid in pids(range(ASKED["ranks"])):
-            os.kill(pid, getattr(signal, kind.split()[0]))
-    elif kind == "stop":
-        os.kill(me, signal.SIGSTOP)
-    elif kind == "segfault":
-        ctypes.string_at(0)
-    elif kind == "hold the GIL":
-        holds = threading.Thread(target=ctypes.PyDLL(None).sleep, args=(int(ASKED["hold_s"]),))
-        holds.start()
-    elif kind in NOW:
-        NOW[kind] = True
-    elif kind == "fill the disk":
-        fill(FOLDER / "saved")
-    elif kind == "fill /dev/shm":
-        fill(Path("/dev/shm"))
-    elif kind != "cut":  # the observer cuts the network
-        raise AssertionError(f"no such fault: {kind}")
-
-
-def pids(ranks: Iterable[int]) -> list[int]:
-    """Returns the processes of these ranks, this one last; waits for those that have not begun to train."""
-    files = [FOLDER / f"pid-{rank}" for rank in ranks]
-    while not all(file.exists() and file.stat().st_size for file in files):
-        time.sleep(0.01)
-    return sorted((int(file.read_text()) for file in files), key=lambda pid: pid == os.getpid())
-
-
-def fill(folder: Path) -> None:
-    """Leaves no room there; the observer has put a small file system of its own in this place."""
-    for size in (1 << 16, 1 << 9, 1):
-        try:
-            with open(folder / "filler", "ab", buffering=0) as file:
-                while True:
-                    file.write(b"x" * size)
-        except OSError:
-            pass
-
-
-def hooked(*classes: type) -> None:
-    """Wraps the one method that is the place of the fault; others stay as they are, overridden or not."""
-    for cls in classes:
-        owner, _, name = ASKED["place"].partition(".")
-        if owner == cls.__name__:
-            original = getattr(cls, name)
-
-            @functools.wraps(original)
-            def wrapper(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-                here(ASKED["place"])
-                return original(self, *args, **kwargs)
-
-            wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-            del wrapper.__wrapped__  # through which Lightning would see that nothing was overridden
-            setattr(cls, name, wrapper)
+        (asked.FOLDER / f"ended-{trainer.global_rank}.json").write_text(json.dumps({**said, "pid": os.getpid()}))
 
 
 # ---- the training --------------------------------------------------------------------------------------------------
@@ -283,17 +155,17 @@ class Model(LightningModule):
         torch.manual_seed(0)
         columns = ASKED["epochs"] * ASKED["samples"]
         layers = [nn.Linear(columns, HIDDEN, bias=False), Straight(HIDDEN - 1), Straight(1)]
-        self.net = nn.Sequential(*layers).double()
+        self.net = nn.Sequential(*layers).to(DTYPE)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
     def loss(self, numbers: Tensor, epoch: int) -> Tensor:
         columns = ASKED["epochs"] * ASKED["samples"]
-        x = nn.functional.one_hot((numbers + epoch * ASKED["samples"]) % max(1, columns), columns).double()
+        x = nn.functional.one_hot((numbers + epoch * ASKED["samples"]) % max(1, columns), columns).to(DTYPE)
         out = self(x)
         counted = -out[:, 0].mean()
-        learned = (out[:, 1] - torch.sin(numbers.double())).square().mean()
+        learned = (out[:, 1] - torch.sin(numbers.to(DTYPE))).square().mean()
         if NOW["nan"]:
             NOW["nan"] = False
             learned = learned * float("nan")
@@ -322,7 +194,19 @@ class Model(LightningModule):
 
 
 class Hooks(Callback):
-    """A callback for the faults in callbacks' hooks."""
+    """A callback for the faults in callbacks' hooks, and for checkpoints that take long to write."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if ASKED["write_s"]:
+            checkpoint["slow"] = Slow()
+
+
+class Slow:
+    """Takes its time when it is written."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(ASKED["write_s"])
+        return str, ("slow",)
 
 
 class Joining(Flexible):
@@ -354,7 +238,10 @@ def strategy() -> Any:
 def callbacks() -> list[Callback]:
     found: list[Callback] = [Watch(), Hooks()]
     if ASKED["save_every"]:
-        found.append(ModelCheckpoint(FOLDER / "saved", "{step}", every_n_train_steps=ASKED["save_every"], save_top_k=1))
+        saved, every = asked.FOLDER / ASKED["save_in"], ASKED["save_every"]
+        found.append(ModelCheckpoint(saved, "{step}", every_n_train_steps=every, save_top_k=1))
+    if ASKED["trace"] is not None:
+        found += [HeteroTrace(str(asked.FOLDER / ASKED["trace"]) if ASKED["trace"] else None), StragglerMonitor()]
     return found
 
 
@@ -366,7 +253,7 @@ def enter_namespaces() -> None:
         if libc.setns(file, 0):
             raise OSError(ctypes.get_errno(), f"setns({path})")
         os.close(file)
-    os.chdir(FOLDER)
+    os.chdir(asked.FOLDER)
 
 
 def train(devices: int, **more: Any) -> Trainer:
@@ -375,20 +262,26 @@ def train(devices: int, **more: Any) -> Trainer:
         accelerator="cpu",
         devices=devices,
         strategy=strategy(),
-        max_epochs=ASKED["epochs"],
+        max_epochs=ASKED["last_epoch"] or ASKED["epochs"],
         callbacks=callbacks(),
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=bool(ASKED["save_every"]),
         enable_model_summary=False,
-        default_root_dir=FOLDER,
+        limit_val_batches=None if ASKED["validation"] else 0,
+        accumulate_grad_batches=ASKED["accumulate"],
+        precision=ASKED["precision"] or None,
+        default_root_dir=ASKED["root"] or asked.FOLDER,
         **more,
     )
-    trainer.fit(Model(), Data())
+    trainer.fit(Model(), Data(), ckpt_path=ASKED["resume"] or None)
     return trainer
 
 
+tempfile.tempdir = None  # which this process may have looked up before it had this program's environment
+if my_rank() or __name__ != "__main__":
+    time.sleep(ASKED["import_s"])
 hooked(Model, Data, Numbers, Hooks)  # in a process that was spawned, too
 
 if __name__ == "__main__":

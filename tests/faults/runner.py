@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import signal
+import tempfile
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.stale.scripts import free_port
 from tests.faults import namespaces, observe
-from tests.faults.cells import Cell, Expected, expected
-from tests.faults.launchers import Started, start
+from tests.faults.cells import Cell
+from tests.faults.job import Job
+from tests.faults.judge import Outcome, judge, samples_of, what
+from tests.faults.launchers import start
+from tests.faults.outcomes import Expected, expected
 
 LIMIT_S = 100.0  # of a run, beyond what the table says of the fault
 _TRIES = 3
 WATCH_S = 60.0  # so long nothing may be written
-
-
-@dataclass
-class Outcome:
-    """What came of a cell.
-
-    Attributes:
-        cell: its name.
-        outcome: "survived", "ended", "refused", "hangs", or "did not happen".
-        seconds: from the fault to the end of the last process; of a run without one, of all of it.
-        codes: exit codes, of each process that was started by hand.
-        finished: ranks that came to the end.
-        violations: what is not as the table says; empty: the cell holds.
-        screens: what was to be read.
-    """
-
-    cell: str
-    outcome: str
-    seconds: float
-    codes: list[int | None]
-    finished: list[int]
-    violations: list[str] = field(default_factory=list)
-    screens: list[str] = field(default_factory=list)
-
-    def row(self) -> dict[str, Any]:
-        """Returns it for a results file."""
-        return {name: value for name, value in asdict(self).items() if name not in ("cell", "screens")}
 
 
 def run(cell: Cell, folder: Path) -> Outcome:
@@ -63,160 +40,197 @@ def run(cell: Cell, folder: Path) -> Outcome:
 
 
 def _run(cell: Cell, folder: Path, wanted: Expected) -> Outcome:
-    port = free_port()
     with ExitStack() as stack:
-        entered = stack.enter_context(namespaces.small_disks(folder)) if cell.fault.needs == "mount" else []
+        mounts = cell.fault.needs == "mount"
+        disks = stack.enter_context(namespaces.small_disks(folder) if mounts else _no_disks())
         cable = stack.enter_context(namespaces.network()) if cell.fault.needs == "network" else None
-        began_s = time.time()
-        started = start(cell.launcher, cell.asked, folder, port, entered, cable)
+        temporary = stack.enter_context(_temporary())
+        asked, others = dict(cell.asked), []
+        if asked.pop("resumed", False):
+            asked["resume"] = _first_epoch(cell, folder, temporary)
+        if cell.fault.jobs > 1:
+            asked["root"] = str(folder)
+            others = [stack.enter_context(_other(cell, asked, folder, n, temporary)) for n in range(1, cell.fault.jobs)]
+        port, began_s = free_port(), time.time()
+        began = start(
+            cell.launcher, asked, folder, port=port, temporary=temporary, namespaces=disks.namespaces, cable=cable
+        )
+        watch = _Watch(cell, wanted, Job(folder, began), cable)
         try:
-            codes, ended_s, hung = _watch(cell, wanted, folder, started, cable)
+            watch.to_the_end()
         finally:
-            for one in started:
-                one.process.kill()
-                one.process.wait()
-    screens = [one.screen.read_text(errors="replace") for one in started]
+            watch.close()
+        for other in others:
+            other.to_the_end()
+        outcome = _seen(cell, wanted, folder, watch, began_s)
+        outcome.violations += [
+            *(found for other in others for found in _seen(cell, wanted, other.folder, other, began_s).violations),
+            *(observe.not_requeued(folder) if asked.get("kind") == "SIGUSR1 to all" else []),
+            *(observe.not_told_apart(folder, cell.fault.jobs) if cell.fault.jobs > 1 else []),
+            *(observe.unreadable(disks.at(folder / asked["trace"])) if asked.get("trace") else []),
+            *observe.outlived(folder, port),
+            *observe.files_left(disks.at(folder), temporary, disks.at("/dev/shm") if mounts else None, watch.held),
+            *observe.broken_checkpoints(folder, cell),
+        ]
+    return outcome
+
+
+def _seen(cell: Cell, wanted: Expected, folder: Path, watch: _Watch, began_s: float) -> Outcome:
+    screens = [one.screen.read_text(errors="replace") for one in watch.job.started]
     happened = observe.lines(folder / "happened.jsonl")
     finished = sorted(observe.reports(folder))
-    outcome = Outcome(cell.name, "", ended_s - (happened[0]["at_s"] if happened else began_s), codes, finished)
-    outcome.screens = screens
-    outcome.outcome = _what(cell, wanted, outcome, bool(happened), hung)
+    seconds = watch.ended_s - (happened[0]["at_s"] if happened else began_s)
+    outcome = Outcome(cell.name, "", seconds, watch.codes, finished, screens=screens)
+    trained = any(folder.glob("issued-*"))
+    outcome.outcome = what(cell, wanted, outcome, happened=bool(happened), trained=trained, hung=bool(watch.hung))
     outcome.violations = [
-        *hung,
-        *judge(cell, wanted, outcome, [one.ranks for one in started], happened=bool(happened)),
-        *_samples(cell, outcome, folder),
-        *(observe.not_requeued(folder) if cell.asked.get("kind") == "SIGUSR1 to all" else []),
-        *observe.outlived(folder, port),
+        *watch.hung,
+        *judge(cell, wanted, outcome, [one.ranks for one in watch.job.started], happened=bool(happened)),
+        *samples_of(cell, outcome, folder),
     ]
     return outcome
+
+
+@contextmanager
+def _no_disks() -> Iterator[namespaces.Disks]:
+    yield namespaces.Disks([])
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    """A folder with a short name, because sockets may be put there."""
+    folder = Path(tempfile.mkdtemp(prefix="lh-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _first_epoch(cell: Cell, folder: Path, temporary: Path) -> str:
+    """Trains the first epoch in a run of its own; returns its checkpoint."""
+    place = folder / "before"
+    place.mkdir()
+    asked = {**cell.asked, "kind": "", "last_epoch": 1, "save_every": 1}
+    asked.pop("resumed")
+    began = start(cell.launcher, asked, place, port=free_port(), temporary=temporary, namespaces=[])
+    watch = _Watch(cell, Expected("survived"), Job(place, began), None)
+    try:
+        watch.to_the_end()
+    finally:
+        watch.close()
+    (saved,) = (place / "saved").glob("*.ckpt")
+    return str(saved)
+
+
+@contextmanager
+def _other(cell: Cell, asked: dict[str, Any], folder: Path, number: int, temporary: Path) -> Iterator[_Watch]:
+    """Another job at the same time."""
+    place = folder / f"job{number}"
+    place.mkdir()
+    began = start(cell.launcher, asked, place, port=free_port(), temporary=temporary, namespaces=[])
+    watch = _Watch(cell, Expected("survived"), Job(place, began), None)
+    try:
+        yield watch
+    finally:
+        watch.close()
 
 
 # ---- while it runs --------------------------------------------------------------------------------------------------
 
 
-def _watch(
-    cell: Cell, wanted: Expected, folder: Path, started: list[Started], cable: namespaces.Network | None
-) -> tuple[list[int | None], float, list[str]]:
-    """Waits for the end, and does what is to be done from outside.
+class _Watch:
+    """Waits for the end of a job, and does what is to be done from outside.
 
-    Returns:
-        Exit codes, when the last process ended [s since the epoch], and why that was not awaited, if it was not.
+    Attributes:
+        codes: exit codes.
+        ended_s: when the last process ended [s since the epoch].
+        hung: why that was not awaited, if it was not.
+        held: what the processes held when all were killed.
     """
-    begun_s = time.monotonic()
-    fault, at_s, stopped = cell.fault, None, None
-    plan: list[tuple[float, Any]] = []
-    changed_s, size = begun_s, -1
-    patience_s = max(WATCH_S, wanted.within_s)
-    while True:
-        now_s = time.monotonic()
-        codes = [one.process.poll() for one in started]
-        if all(code is not None for code in codes):
-            return codes, time.time(), []
-        if at_s is None and (happened := observe.lines(folder / "happened.jsonl")):
-            at_s = now_s
-            if cell.asked.get("kind") == "stop":
-                stopped = happened[0]["pid"]
-                if fault.wake_s is not None:
-                    plan.append((at_s + fault.wake_s, lambda pid=stopped: os.kill(pid, signal.SIGCONT)))
-            if cable is not None:
-                cable.cut()
-                if fault.restore_s is not None:
-                    plan.append((at_s + fault.restore_s, cable.restore))
-        while plan and plan[0][0] <= now_s:
-            plan.pop(0)[1]()
-        if stopped and fault.wake_s is None and _only_the_stopped(started, codes, fault.hit):
-            ended_s = time.time()  # SLURM kills what is left of a job
-            for one in started:
-                one.process.kill()
-            return [one.process.wait() for one in started], ended_s, []
-        if (written := sum(path.stat().st_size for path in folder.glob("*") if path.is_file())) != size:
-            size, changed_s = written, now_s
-        if now_s - changed_s > patience_s or now_s - begun_s > LIMIT_S + wanted.within_s:
-            why = f"nothing was written for {now_s - changed_s:.0f} s, {now_s - begun_s:.0f} s after its start"
-            return list(codes), time.time(), [f"it hangs: {why}"]
-        time.sleep(0.02)
+
+    def __init__(self, cell: Cell, wanted: Expected, job: Job, cable: namespaces.Network | None) -> None:
+        self.cell, self.wanted, self.job, self.folder, self._cable = cell, wanted, job, job.folder, cable
+        self.codes: list[int | None] = []
+        self.ended_s, self.hung = 0.0, list[str]()
+        self.held: list[str] = []
+        self._stopped = False
+        self._plan: list[tuple[float, Callable[[], Any]]] = []  # what to do when
+        self._attack: Any = None
+
+    def close(self) -> None:
+        """Ends what is left."""
+        if self._attack is not None:
+            self._attack.end()
+        for one in self.job.started:
+            one.process.kill()
+            one.process.wait()
+
+    def to_the_end(self) -> None:
+        begun_s = changed_s = time.monotonic()
+        size, happened = -1, False
+        patience_s = max(WATCH_S, self.wanted.within_s)
+        while True:
+            now_s = time.monotonic()
+            self.codes = [one.process.poll() for one in self.job.started]
+            if all(code is not None for code in self.codes):
+                break
+            if not happened and (said := observe.lines(self.folder / "happened.jsonl")):
+                happened = True
+                self._act(now_s, said[0]["pid"])
+            while self._plan and self._plan[0][0] <= now_s:
+                self._plan.pop(0)[1]()
+            if self._only_the_stopped():
+                self.ended_s = time.time()  # SLURM kills what is left of a job
+                for one in self.job.started:
+                    one.process.kill()
+                self.codes = [one.process.wait() for one in self.job.started]
+                return
+            if (written := sum(path.stat().st_size for path in self.folder.glob("*") if path.is_file())) != size:
+                size, changed_s = written, now_s
+            if now_s - changed_s > patience_s or now_s - begun_s > LIMIT_S + self.wanted.within_s:
+                why = f"nothing was written for {now_s - changed_s:.0f} s, {now_s - begun_s:.0f} s after its start"
+                self.hung = [f"it hangs: {why}"]
+                break
+            time.sleep(0.02)
+        self.ended_s = time.time()
+
+    def _act(self, now_s: float, pid: int) -> None:
+        """Does what a fault needs from outside, now or later; ``pid`` is whom it has met."""
+        fault, kind = self.cell.fault, self.cell.asked.get("kind")
+        later: Callable[[], Any] | None = None
+        if kind in ("stop", "stop the server"):
+            self._stopped = kind == "stop"
+            later = lambda: _wake(pid)  # noqa: E731
+        elif kind == "stop all":  # once the others wait for the one that was hit
+            self._plan += [(now_s + 1.0, self.job.stop), (now_s + 1.0 + (fault.wake_s or 0.0), self._woken)]
+            return
+        elif kind == "kill all":
+            self.held = self.job.kill()
+        elif kind == "strangers":
+            from tests.faults import strangers
+
+            uid = strangers.NOBODY if strangers.can_be(strangers.NOBODY) else None
+            self._attack = strangers.start(self.job.pids(), self.cell.asked["attack"], uid=uid)
+            self._attack.begun()
+        if self._cable is not None:
+            self._cable.cut()
+            later = self._cable.restore
+        (self.folder / "acted").touch()
+        wait_s = fault.wake_s if fault.restore_s is None else fault.restore_s
+        if later is not None and wait_s is not None:
+            self._plan.append((time.monotonic() + wait_s, later))
+
+    def _woken(self) -> None:
+        (self.folder / "acted").touch()
+        self.job.wake()
+
+    def _only_the_stopped(self) -> bool:
+        if not self._stopped or self.cell.fault.wake_s is not None:
+            return False
+        running = [one.ranks for one, code in zip(self.job.started, self.codes, strict=True) if code is None]
+        return len(self.job.started) > 1 and running == [self.cell.fault.hit]
 
 
-def _only_the_stopped(started: list[Started], codes: list[int | None], hit: tuple[int, ...]) -> bool:
-    running = [one.ranks for one, code in zip(started, codes, strict=True) if code is None]
-    return len(started) > 1 and running == [hit]
-
-
-# ---- what came of it ------------------------------------------------------------------------------------------------
-
-
-def _what(cell: Cell, wanted: Expected, outcome: Outcome, happened: bool, hung: list[str]) -> str:
-    if hung:
-        return "hangs"
-    if not happened and all(outcome.codes):
-        return "refused"
-    if cell.asked.get("kind") and not happened:
-        return "did not happen"
-    if 0 in outcome.codes and (outcome.finished or cell.asked.get("samples") == 0):
-        return "ended" if any(outcome.codes) and wanted.outcome == "ended" else "survived"
-    return "ended"
-
-
-def judge(
-    cell: Cell, wanted: Expected, outcome: Outcome, ranks: list[tuple[int, ...]], *, happened: bool
-) -> list[str]:
-    """Returns what is not as it should be of codes, screens and seconds.
-
-    Args:
-        ranks: whose screen each is.
-        happened: whether the fault did.
-    """
-    found = []
-    if outcome.outcome != wanted.outcome:
-        found.append(f"{outcome.outcome}, and should have {wanted.outcome}")
-    by_screen = list(zip(ranks, outcome.codes, outcome.screens, strict=True))
-    if wanted.outcome == "survived":
-        left = [rank for rank in range(cell.ranks) if rank not in wanted.dead]
-        nothing_to_do = cell.asked.get("samples") == 0  # Lightning leaves the fit out
-        if not nothing_to_do and not set(left) <= set(outcome.finished):
-            found.append(f"came to the end: {outcome.finished}, and should have: {left}")
-        for own, code, _ in by_screen:
-            if code != 0 and not set(own) <= set(wanted.dead):
-                found.append(f"exit code {code} of ranks {list(own)}, which live")
-        return found
-    if outcome.finished and not wanted.alone:
-        found.append(f"came to the end, and should not: {outcome.finished}")
-    if happened and outcome.seconds > wanted.within_s:
-        found.append(f"ended {outcome.seconds:.0f} s after the fault, and should within {wanted.within_s:.0f} s")
-    for own, code, screen in by_screen:
-        if wanted.alone and not set(own) & set(cell.fault.hit):
-            continue
-        if code == 0 and not wanted.told:
-            found.append(f"exit code 0 of ranks {list(own)}")
-        silent = set(own) <= set(wanted.dead) and code is not None and code < 0
-        if wanted.cause and not silent and not re.search(wanted.cause, screen):
-            found.append(f"the screen of ranks {list(own)} has no cause ({wanted.cause})")
-    return found
-
-
-def _samples(cell: Cell, outcome: Outcome, folder: Path) -> list[str]:
-    per_epoch, epochs = cell.asked.get("samples", 96), cell.asked.get("epochs", 2)
-    books = observe.samples(folder, per_epoch)
-    found = [*books.twice(), *books.unknown()]
-    ended = observe.reports(folder)
-    if outcome.outcome != "survived":
-        return found
-    every = set(range(per_epoch * epochs))
-    pids = [report["pid"] for report in ended.values()]
-    dead = set().union(*(ids for pid, ids in books.last.items() if pid not in pids))
-    match cell.engine:
-        case "stale":  # the server's
-            keepers = [pid for pid in books.counted if pid not in pids] or ([0] if every else [])
-            found += books.lost(every, keepers[:1], dead)
-        case "federated":
-            for rank, report in ended.items():
-                own = {i for i in every if i % per_epoch % cell.ranks == rank}
-                found += books.lost(own, [report["pid"]], set())
-        case "pipeline":
-            keepers = [report["pid"] for rank, report in ended.items() if rank != 0]
-            found += books.lost(every, keepers, set())
-        case _:
-            found += books.lost(every, pids, set())
-    if cell.engine != "pipeline" and len({str(report["own"]) for report in ended.values()}) > 1:
-        found.append("the ranks that came to the end have different models")
-    return found
+def _wake(pid: int) -> None:
+    with suppress(ProcessLookupError):  # somebody has killed it
+        os.kill(pid, signal.SIGCONT)

@@ -19,8 +19,10 @@ from pathlib import Path
 
 from tests import warm
 from tests.faults import namespaces
-from tests.faults.cells import ENGINES, FAULTS, Cell, expected
+from tests.faults.cells import Cell
+from tests.faults.outcomes import expected
 from tests.faults.runner import run
+from tests.faults.table import ENGINES, FAULTS
 
 _ANYWHERE = ("kill", "segfault", "SIGUSR1", "stop", "exception", "hold the GIL")  # at any place of a batch
 _PLACES = ("Model.on_train_batch_start", "Hooks.on_train_batch_start", "Model.on_train_batch_end")

@@ -19,21 +19,21 @@ WORLD = 2
 LAYERS = 3
 
 
-def train(rank: int, world: int, asked: dict[str, Any]) -> str:
+def train(rank: int, world: int, said: dict[str, Any]) -> str:
     """Returns why it was refused; empty: it came to the end."""
-    from tests.faults import program
+    from tests.faults import asked, program
 
-    program.FOLDER = Path.cwd()
-    program.RANK[:] = [rank]
-    before = dict(program.ASKED)
-    program.ASKED.update(asked, ranks=world, start=None, step_s=0.0)
+    asked.FOLDER = Path.cwd()
+    asked.RANK[:] = [rank]
+    before = dict(asked.ASKED)
+    asked.ASKED.update(said, ranks=world, start=None, step_s=0.0)
     try:
         program.train(world, plugins=[RankEnvironment(rank, world)])
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        program.ASKED.clear()
-        program.ASKED.update(before)
+        asked.ASKED.clear()
+        asked.ASKED.update(before)
     return ""
 
 

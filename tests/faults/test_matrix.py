@@ -1,6 +1,6 @@
 """Real trainings meet real faults: a few each time, all of them with ``pytest tests/faults --matrix``.
 
-What must come of each stands in `tests.faults.cells`; `benchmarks.fault_matrix` makes a page of what has come of them.
+What must come of each stands in `tests.faults.outcomes`; `benchmarks.fault_matrix` makes a page of what has come.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import namespaces
-from tests.faults.cells import QUICK, Cell, cells, expected, hook_cells
+from tests.faults.cells import QUICK, Cell, cells, hook_cells
+from tests.faults.outcomes import expected
 from tests.faults.runner import run
 
 pytestmark = pytest.mark.timeout(300)

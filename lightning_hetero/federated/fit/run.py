@@ -51,7 +51,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: FederatedSettings,
         invitation: Invitation | None,
     ) -> None:  # fmt: skip
-        shared = strategy.shared
+        shared, self.members = strategy.shared, strategy.members
         settings.check(shared)
         agreed = settings.agreed(shared, strategy.ddp_arguments) if invitation is None else None
         store = None if invitation is None else invitation.run_store
@@ -62,7 +62,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
                 "proximal > 0 with manual optimization: only user code knows which gradients belong to a step; add the"
                 " term to your losses there"
             )
-        self.members = strategy.members
         device, weight_of = device_of(strategy.root_device), shared.weight_in(self.module)
         self.steps = LocalSteps(trainer, device, weight_of, self.events)
         self.undo.callback(self.steps.compiles.close)
@@ -250,11 +249,9 @@ class FederatedRun(ElasticRun[OwnBinder]):
         if self.clients is not None:
             self.clients.finish()
 
-    def fail(self, error: BaseException) -> None:
-        """This rank failed: where others would go on without it, they are told why."""
-        super().fail(error)
-        if self.clients is not None and self.clients.open and not isinstance(error, LeftBehindError):
-            self.failures.report(error)
+    def ends_others(self, error: BaseException) -> bool:
+        """They go on if it was left behind, or is not yet one of them."""
+        return not (isinstance(error, LeftBehindError) or self.members.joining)
 
     def close(self) -> None:
         if self.clients is not None:

@@ -224,10 +224,6 @@ class PipelineRun(RunOnRank):
         self.failures.wait(asked.work)
         self._requeue.finish(asked.result().item())
 
-    def fail(self, error: BaseException) -> None:
-        """Tells all ranks why this one stops."""
-        self.failures.report(error)
-
     def close(self) -> None:
         """Ends the run: the module is whole again on every rank, on the CPU; if it failed, only what needs no peer."""
         try:

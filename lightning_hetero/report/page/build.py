@@ -6,13 +6,13 @@ No script, no font, no address; light and dark by the reader's preference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any, NamedTuple
 
 from lightning_hetero.record.run import RecordedRun, named
 from lightning_hetero.report.page import engine_views, views
 from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, variables
 from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.verdict import STRATEGIES, verdict_of
 
 _STYLE = f"""
@@ -39,6 +39,10 @@ th,td{{text-align:left;padding:.25em .7em .25em 0;border-bottom:1px solid var(--
 th{{color:var(--mute);font-weight:600}}
 @media print{{section{{break-inside:avoid}}}}
 """
+_HEAD = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    '<link rel="icon" href="data:,">'
+)
 
 _NOTES = (
     "A device-second is a second of one rank in a training step, from its start to the end of the exchange of"
@@ -99,35 +103,35 @@ def page_of(
         results: what their ``result.json`` say; empty: nothing.
     """
     facts = RunFacts(run, other, results)
-    navigation, sections, absent = "", "", ""
+    links, sections, absent = list[Markup](), list[Markup](), list[Markup]()
     for view in (*([] if other is None else [_COMPARE]), *_VIEWS):
-        answer, body = _NO_STEPS if view.ranks and not run.steps else _ONE_RANK, ""
+        answer, body = _NO_STEPS if view.ranks and not run.steps else _ONE_RANK, Markup()
         if not view.ranks or (run.steps and run.ranks >= view.ranks):
             answer, body = view.draw(facts)
         if not body:
-            absent += f"<li><b>{escape(view.title)}</b>: {escape(answer)}</li>"
+            absent.append(element("li", element("b", view.title), f": {answer}"))
             continue
-        navigation += f'<a href="#{view.name}">{escape(view.title)}</a>'
-        sections += (
-            f'<section id="{view.name}"><h2>{escape(view.title)}</h2><p class="question">{escape(view.question)}</p>'
-            f'<p class="answer">{escape(answer)}</p>{body}</section>\n'
-        )
+        links.append(element("a", view.title, href=f"#{view.name}"))
+        asked, answered = element("p", view.question, class_="question"), element("p", answer, class_="answer")
+        sections.append(element("section", element("h2", view.title), asked, answered, body, id=view.name))
     if absent:
-        sections += f'<section id="left-out"><h2>Left out</h2><ul>{absent}</ul></section>\n'
+        sections.append(element("section", element("h2", "Left out"), element("ul", *absent), id="left-out"))
     verdict = verdict_of(run, facts.waiting, facts.scores, facts.alternatives)
-    said = "".join(f"<p>{escape(text)}</p>" for text in (verdict.cause, verdict.next_step, verdict.gain) if text)
-    notes = [*_NOTES, *([_PIPELINE_NOTE] if run.engine == "pipeline" else [])]
-    told = "".join(f"<li>{escape(note)}</li>" for note in [*notes, *(f"Fault: {fault}" for fault in run.faults)])
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<title>{escape(run.name)}</title><link rel="icon" href="data:,"><style>{_STYLE}</style></head>
-<body><main>
-<header><h1>{escape(run.name)}</h1><p class="mute">{escape(" · ".join(_headline(run, results[0])))}</p></header>
-<div class="verdict {verdict.level}" id="verdict"><p class="waited">{escape(verdict.waited)}</p>{said}</div>
-<nav>{navigation}</nav>
-{sections}<section id="notes"><h2>How it was counted</h2><ul>{told}</ul></section>
-</main></body></html>
-"""
+    said = [element("p", text) for text in (verdict.cause, verdict.next_step, verdict.gain) if text]
+    notes = [*_NOTES, *([_PIPELINE_NOTE] if run.engine == "pipeline" else []), *(f"Fault: {one}" for one in run.faults)]
+    counted = element("ul", *(element("li", note) for note in notes))
+    headline = element("p", " · ".join(_headline(run, results[0])), class_="mute")
+    waited = element("p", verdict.waited, class_="waited")
+    main = element(
+        "main",
+        element("header", element("h1", run.name), headline),
+        element("div", waited, *said, class_=f"verdict {verdict.level}", id="verdict"),
+        element("nav", *links),
+        *sections,
+        element("section", element("h2", "How it was counted"), counted, id="notes"),
+    )
+    head = element("head", Markup(_HEAD), element("title", run.name), element("style", Markup(_STYLE)))
+    return Markup("<!DOCTYPE html>\n") + element("html", head, element("body", main), lang="en") + "\n"
 
 
 def _headline(run: RecordedRun, result: Mapping[str, Any]) -> list[str]:

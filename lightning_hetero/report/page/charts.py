@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.report.page.drawing import RANK_COLOURS, WIDTH, Drawing, text_width
+from lightning_hetero.report.page.markup import Markup, element
 
 _ROW, _BAR = 20.0, 14.0
 _RIGHT = 18.0  # for half of an axis's last number
@@ -19,10 +20,10 @@ def rank_kind(rank: int) -> str:
     return f"r{rank % RANK_COLOURS}"
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Returns a line of colours and their names, as HTML."""
-    items = "".join(f'<span class="key"><i class="{kind}"></i>{name}</span>' for kind, name in entries)
-    return f'<p class="legend">{items}</p>'
+def legend(entries: Sequence[tuple[str, str]]) -> Markup:
+    """Returns a line of colours and their names."""
+    items = [element("span", element("i", class_=kind), name, class_="key") for kind, name in entries]
+    return element("p", *items, class_="legend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ class Span:
 
 def time_lines(
     rows: Sequence[tuple[str, Sequence[Span]]], *, end_s: float, label: str, breaks: Sequence[int] = ()
-) -> str:
+) -> Markup:
     """Returns rows of spans on one axis from 0 to ``end_s``.
 
     Args:
@@ -84,7 +85,7 @@ class Bar:
         return math.fsum(value for _, value in self.parts)
 
 
-def bars(rows: Sequence[Bar], *, label: str) -> str:
+def bars(rows: Sequence[Bar], *, label: str) -> Markup:
     """Returns horizontal bars."""
     most = max((row.length for row in rows), default=0.0) or 1.0
     left = min(200.0, 10.0 + max(text_width(row.name) for row in rows))
@@ -121,7 +122,7 @@ def lines(
     y_name: str,
     marks: Sequence[tuple[float, str]] = (),
     level: float = math.nan,
-) -> str:
+) -> Markup:
     """Returns a line chart.
 
     Args:
@@ -203,7 +204,7 @@ def heat_map(
     *,
     label: str,
     x_name: str = "",
-) -> str:
+) -> Markup:
     """Returns a row of cells for each name; None: an empty cell. Texts stand in cells that are wide enough."""
     left = min(150.0, 10.0 + max(text_width(name) for name in rows))
     wide = (WIDTH - left) / max(1, len(columns))

@@ -5,7 +5,9 @@ Colours are classes, which the page's style defines by custom properties.
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Mapping
+
+from lightning_hetero.report.page.markup import Markup, element, joined
 
 WIDTH = 420.0
 """The width of every drawing, in units: wide enough for many ranks, and legible on a phone's 360 pixels."""
@@ -72,7 +74,7 @@ class Drawing:
 
     def __init__(self, height: float, label: str) -> None:
         self.height, self.label = height, label
-        self._marks: list[str] = []
+        self._marks: list[Markup] = []
 
     def rect(
         self, x: float, y: float, width: float, height: float, kind: str, *, tip: str = "", opacity: float | None = None
@@ -80,37 +82,37 @@ class Drawing:
         """A filled rectangle; ``tip`` shows when one points at it."""
         if width <= 0.0 or height <= 0.0:
             return
-        faint = "" if opacity is None else f' fill-opacity="{opacity:.2f}"'
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}"'
-        self._mark("rect", f'{place}{faint} class="{kind}"', tip)
+        faint = "" if opacity is None else f"{opacity:.2f}"
+        place = {"x": x, "y": y, "width": max(width, 0.4), "height": height}
+        self._mark("rect", kind, tip, place, fill_opacity=faint)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, *, tip: str = "") -> None:
         """A straight line."""
-        self._mark("line", f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"', tip)
+        self._mark("line", kind, tip, {"x1": x1, "y1": y1, "x2": x2, "y2": y2})
 
     def path(self, points: list[tuple[float, float]], kind: str, *, tip: str = "") -> None:
         """A line through points."""
         if points:
             through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            self._mark("polyline", f'points="{through}" class="{kind}"', tip)
+            self._mark("polyline", kind, tip, {}, points=through)
 
     def circle(self, x: float, y: float, radius: float, kind: str, *, tip: str = "") -> None:
         """A filled circle."""
-        self._mark("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" class="{kind}"', tip)
+        self._mark("circle", kind, tip, {"cx": x, "cy": y, "r": radius})
 
     def text(self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", most: float = 0.0) -> None:
         """A text from its base line; cut where it would be wider than ``most``, if that is given."""
         if most and text_width(text) > most:
             text = text[: max(1, int(most / _LETTER) - 1)] + "…"
-        at = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        named = f' class="{kind}"' if kind else ""
-        self._marks.append(f'<text x="{x:.1f}" y="{y:.1f}"{at}{named}>{escape(text)}</text>')
+        at = "" if anchor == "start" else anchor
+        self._marks.append(element("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=at, class_=kind))
 
-    def _mark(self, name: str, attributes: str, tip: str) -> None:
-        inside = f"<title>{escape(tip)}</title>" if tip else ""
-        self._marks.append(f"<{name} {attributes}>{inside}</{name}>" if inside else f"<{name} {attributes}/>")
+    def _mark(self, name: str, kind: str, tip: str, place: Mapping[str, float], **more: str) -> None:
+        at = {key: f"{value:.1f}" for key, value in place.items()}
+        self._marks.append(element(name, *([element("title", tip)] if tip else []), **at, **more, class_=kind))
 
-    def svg(self) -> str:
+    def svg(self) -> Markup:
         """Returns the element."""
-        head = f'<svg viewBox="0 0 {WIDTH:.0f} {self.height:.0f}" role="img" aria-label="{escape(self.label)}">'
-        return "\n".join([head, *self._marks, "</svg>"])
+        box = f"0 0 {WIDTH:.0f} {self.height:.0f}"
+        lines = (joined("\n", mark) for mark in self._marks)
+        return element("svg", *lines, "\n", viewBox=box, role="img", aria_label=self.label)

@@ -21,6 +21,7 @@ from lightning_hetero.report.page.charts import (
     time_lines,
 )
 from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.page.markup import Markup, element, joined
 from lightning_hetero.report.page.views import Drawn, table
 from lightning_hetero.report.pipelines import PipelineFacts, bubble
 from lightning_hetero.report.spent import Waiting
@@ -35,17 +36,17 @@ def pipeline(facts: RunFacts) -> Drawn:
     """The schedule, its bubbles, and each stage beside its plan."""
     found = facts.pipeline
     if found is None:
-        return "Only hetero_pipeline divides layers among devices.", ""
+        return "Only hetero_pipeline divides layers among devices.", Markup()
     groups = found.plan.groups
-    body = "".join(_schedule(found, number) for number in range(min(len(groups), _MOST_GROUPS)))
+    body = joined(*(_schedule(found, number) for number in range(min(len(groups), _MOST_GROUPS))))
     if len(groups) > _MOST_GROUPS:
-        body += f"<p>The first {_MOST_GROUPS} of {len(groups)} groups.</p>"
+        body += element("p", f"The first {_MOST_GROUPS} of {len(groups)} groups.")
     known = [(s.ratio, i, s) for i, group in enumerate(found.stages) for s in group if not math.isnan(s.ratio)]
     answer = f"A batch took {milliseconds(found.measured_s)}"
     if found.plan.total_s > 0:
         answer += f", planned were {milliseconds(found.plan.total_s)}"
     if known:
-        body += "<p>Own work over what was planned for it; full colour from 1.5 on:</p>" + heat_map(
+        body += element("p", "Own work over what was planned for it; full colour from 1.5 on:") + heat_map(
             [f"group {i}" for i in range(len(groups))],
             [f"stage {i}" for i in range(max(map(len, found.stages)))],
             [[ratio_cell(s.ratio, f"rank {s.rank}: {s.ratio:.2f}") for s in group] for group in found.stages],
@@ -70,10 +71,11 @@ def pipeline(facts: RunFacts) -> Drawn:
     return answer + ".", body
 
 
-def _schedule(found: PipelineFacts, number: int) -> str:
+def _schedule(found: PipelineFacts, number: int) -> Markup:
     schedule, samples = found.schedule(number), found.plan.groups[number].samples
     if schedule is None:
-        return f"<p>Group {number}: {samples} samples. Layers were not measured, so there is no schedule to draw.</p>"
+        no = "Layers were not measured, so there is no schedule to draw."
+        return element("p", f"Group {number}: {samples} samples. {no}")
     rows: list[tuple[str, Sequence[Span]]] = []
     for device, stage in enumerate(found.stages[number]):
         spans = [
@@ -90,27 +92,27 @@ def _schedule(found: PipelineFacts, number: int) -> str:
     told = f"{percent(bubble(schedule))} of its devices' time is bubble, as planned"
     keys = legend([("work", "forward"), ("r2", "head"), ("r1", "backward")])
     drawing = time_lines(rows, end_s=schedule.makespan_s, label="schedule of a group")
-    return f"<p>Group {number}: {samples} samples; {told}:</p>{keys}{drawing}"
+    return element("p", f"Group {number}: {samples} samples; {told}:") + keys + drawing
 
 
 def staleness(facts: RunFacts) -> Drawn:
     """How old contributions were, against the bound; what was wasted; whether the server keeps up."""
     run = facts.run
     if run.engine != "stale":
-        return "Only hetero_stale trains on older parameters and has a server; here every gradient is fresh.", ""
+        return "Only hetero_stale trains on older parameters and has a server; here every gradient is fresh.", Markup()
     if not run.counts:
-        return "The server was never asked: log with StragglerMonitor() to have its counts here.", ""
+        return "The server was never asked: log with StragglerMonitor() to have its counts here.", Markup()
     counts = run.counts
     ages = {int(age): float(n) for age, n in counts.get("staleness", {}).items()}
     total = math.fsum(ages.values())
     if not total:
-        return "Nothing was applied yet when the server was last asked.", ""
+        return "Nothing was applied yet when the server was last asked.", Markup()
     bound = run.about.get("bound")
     last = min(max(ages), _MOST_AGES)
     parts = [100.0 * ages.get(age, 0.0) / total for age in range(last)]
     parts.append(100.0 * math.fsum(n for age, n in ages.items() if age >= last) / total)
     names = [f"{age}{'+' if age == last < max(ages) else ''} versions" for age in range(last + 1)]
-    body = "<p>% of the samples by how many versions old their parameters were:</p>" + bars(
+    body = element("p", "% of the samples by how many versions old their parameters were:") + bars(
         [
             Bar(name=name, parts=[("work", part)], text=f"{part:.3g} %" + (" (bound)" if bound == age else ""))
             for age, (name, part) in enumerate(zip(names, parts, strict=True))
@@ -122,7 +124,7 @@ def staleness(facts: RunFacts) -> Drawn:
         for told, name in (("wasted", "discarded"), ("given again", "reissued"))
         for reason, number in named(counts.get(name)).items()
     ]
-    body += table(["samples", "reason", "number"], rows) if rows else ""
+    body += table(["samples", "reason", "number"], rows) if rows else Markup()
     apply_s, longest_s = float(counts.get("apply_s") or 0.0), float(counts.get("longest_apply_s") or 0.0)
     mean_s = apply_s / max(1.0, float(counts.get("updates") or 0.0))
     wasted, given_again = (math.fsum(map(float, named(counts.get(n)).values())) for n in ("discarded", "reissued"))
@@ -140,7 +142,7 @@ def budget(facts: RunFacts) -> Drawn:
     """A controller's queues."""
     run = facts.run
     if not run.queues:
-        return "No controller with a budget took part in this run.", ""
+        return "No controller with a budget took part in this run.", Markup()
     names = list(dict.fromkeys(name for _, queues in run.queues for name in queues))
     x = [float(at) for at, _ in run.queues]
     body = legend([(rank_kind(i), name) for i, name in enumerate(names)]) + lines(
@@ -169,7 +171,7 @@ def compare(facts: RunFacts) -> Drawn:
     """Run A against run B."""
     assert facts.other is not None
     rows: list[list[str]] = []
-    answer, body = "Their steps cannot be compared: own work was not measured in both.", ""
+    answer, body = "Their steps cannot be compared: own work was not measured in both.", Markup()
     for name, a, b, less_is_better in compared(facts):
         change = b / a - 1.0 if a else math.nan
         told = better = ""
@@ -184,7 +186,7 @@ def compare(facts: RunFacts) -> Drawn:
                      (("A", "r0", a), ("B", "r1", b))]  # fmt: skip
             body = bars(drawn, label="time per 1,000 samples")
     head = ["", f"A: {facts.run.name}", f"B: {facts.other.name}", "change", ""]
-    return answer, body + table(head, rows) if rows else ""
+    return answer, body + table(head, rows) if rows else Markup()
 
 
 def per_sample_s(run: RecordedRun) -> float:

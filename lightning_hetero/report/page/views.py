@@ -1,6 +1,6 @@
 """Views of every run: each answers one question from the run's facts (layer P).
 
-A view is a function that returns its answer in a sentence and its drawing as HTML; without a drawing the answer says
+A view is a function that returns its answer in a sentence and its drawing as markup; without a drawing the answer says
 why there is none.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from statistics import fmean
 from typing import TypeAlias
 
@@ -27,6 +26,7 @@ from lightning_hetero.report.page.charts import (
     time_lines,
 )
 from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.spent import StepStage, StepStages, of_known, spent_in
 from lightning_hetero.report.verdict import (
     begun,
@@ -39,7 +39,7 @@ from lightning_hetero.report.verdict import (
 )
 from lightning_hetero.report.what_if import Alternatives
 
-Drawn: TypeAlias = tuple[str, str]
+Drawn: TypeAlias = tuple[str, Markup]
 """A view's answer and its drawing."""
 
 _STEPS = 6  # of the time lines
@@ -55,11 +55,11 @@ _HOLDS = {
 """The stages of a step in words, by kind."""
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Returns an HTML table in a box that scrolls by itself."""
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    names = element("thead", element("tr", *(element("th", cell) for cell in head)))
+    body = element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows))
+    return element("div", element("table", names, body), class_="scroll")
 
 
 # ---- where the time went --------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def timeline(facts: RunFacts) -> Drawn:
     """Actual beside ideal, for a few steps."""
     run, steps = facts.run, facts.run.complete
     if not steps:
-        return "No step was made by all ranks together.", ""
+        return "No step was made by all ranks together.", Markup()
     first = min(int(0.75 * len(steps)), max(0, len(steps) - _STEPS))
     chosen = steps[first : first + _STEPS]
     begin_s = min(turn.begin_s for turn in chosen[0].turns.values())
@@ -133,7 +133,7 @@ def spent(facts: RunFacts) -> Drawn:
     blamed, part = waiting.caused
     if blamed >= 0 and waiting.waited > 0.005:
         caused = [(rank, waiting.caused_s[rank]) for rank in facts.ranks]
-        body += "<p>Waiting of the others while this rank was the slowest of a step:</p>" + bars(
+        body += element("p", "Waiting of the others while this rank was the slowest of a step:") + bars(
             [Bar(name=f"rank {rank}", parts=[("idle", seconds)], text=f"{seconds:.1f} s") for rank, seconds in caused],
             label="waiting that each rank caused",
         )
@@ -157,10 +157,11 @@ def stages(facts: RunFacts) -> Drawn:
     )
     beside = "planned, beside the others" if run.staged else "the ranks' median"
     body = legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
-    body += "<p>" + "; ".join(f"<b>{names[s.kind]}</b>: {_HOLDS[s.kind]}" for s in times.stages) + ".</p>"
-    body += (
-        f"<p>ms per step, mean over {times.steps} steps; between steps the median. Full colour from 1.5 times the"
-        " median on. The last row is each stage's part of a step.</p>"
+    body += element("p", *(element("b", names[s.kind]) + f": {_HOLDS[s.kind]}. " for s in times.stages))
+    body += element(
+        "p",
+        f"ms per step, mean over {times.steps} steps; between steps the median. Full colour from 1.5 times the"
+        " median on. The last row is each stage's part of a step.",
     )
     return answer + facts.shown, body
 
@@ -192,7 +193,7 @@ def scores(facts: RunFacts) -> Drawn:
     """Ranks and time: one rank, one stretch of time, or all; beside the others and beside itself."""
     found = facts.scores
     if found is None:
-        return "Stages differ in what an item costs them: see the pipeline's stages.", ""
+        return "Stages differ in what an item costs them: see the pipeline's stages.", Markup()
     ranks, columns = facts.ranks, [str(first) for first in found.first]
     drawing = heat_map(
         [f"rank {rank}" for rank in ranks],
@@ -212,7 +213,7 @@ def scores(facts: RunFacts) -> Drawn:
     if found.slow_windows:
         words.append(f"all ranks are slow in {len(found.slow_windows)} of {len(found.first)} stretches")
     rows = [[str(r), f"{found.typical[r]:.2f}", f"{of_known(max, found.itself[r]):.2f}"] for r in ranks]
-    body = "<p>Seconds per item of work over the ranks' median; full colour from 1.5 on.</p>" + drawing
+    body = element("p", "Seconds per item of work over the ranks' median; full colour from 1.5 on.") + drawing
     body += table(["rank", "beside the others (median)", "beside itself (worst)"], rows)
     answer = ". ".join(map(begun, words)) or "Neither: all ranks take about as long per item of work, all along"
     return f"{answer}.{facts.shown}", body
@@ -224,10 +225,10 @@ def what_if(facts: RunFacts) -> Drawn:
     if what is None:
         pipeline = "layers were not measured, so there is no model of the plan to ask"
         few = "too few full global batches were recorded"
-        return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", ""
+        return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", Markup()
     known = {n: s for n, s in what.engines.items() if not (math.isnan(s) or n == what.engine == "pipeline")}
     rows = [("as it was", "idle", what.measured_s), *((_short(name), "work", s) for name, s in known.items())]
-    body = f"<p>A global batch of {what.samples} samples:</p>" + bars(
+    body = element("p", f"A global batch of {what.samples} samples:") + bars(
         [Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
         label="time of a batch by engine",
     )
@@ -237,7 +238,7 @@ def what_if(facts: RunFacts) -> Drawn:
         top = max(gains, key=lambda rank: gains[rank])
         like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
         if gains[top] > 0.005:
-            body += f"<p>Saved under the same engine, if this rank were as fast as {like}:</p>" + bars(
+            body += element("p", f"Saved under the same engine, if this rank were as fast as {like}:") + bars(
                 [Bar(name=f"rank {r}", parts=[("work", 100.0 * g)], text=percent(g)) for r, g in gains.items()],
                 label="saved by a mended rank",
             )
@@ -246,7 +247,7 @@ def what_if(facts: RunFacts) -> Drawn:
     if len(what.dropped) > 1:
         taken = {"ddp": [one.ddp_s for one in what.dropped], what.beside: [one.engine_s for one in what.dropped]}
         count = [float(len(one.ranks)) for one in what.dropped]
-        body += "<p>The same global batch without the slowest 0, 1, 2, … cards (memory is not looked at):</p>"
+        body += element("p", "The same global batch without the slowest 0, 1, 2, … cards (memory is not looked at):")
         body += legend([(f"r{i}", _short(name)) for i, name in enumerate(taken)]) + lines(
             [
                 Line(name=_short(name), kind=f"r{i}", x=count, y=[1e3 * value for value in seconds], dots=True)
@@ -282,7 +283,7 @@ def shares(facts: RunFacts) -> Drawn:
     run, changes = facts.run, facts.run.outcomes()
     samples = [run.samples_of(run.steps[number]) for number in run.full]
     if not samples or (len(set(samples)) == 1 and not changes):
-        return "Shares never changed: every rank had the same samples in each full batch.", ""
+        return "Shares never changed: every rank had the same samples in each full batch.", Markup()
     order = sorted(range(run.ranks), key=lambda rank: -samples[-1][rank])
     ranks = sorted(set(order[:4] + order[-4:]))
     x = [float(number) for number in run.full]
@@ -315,7 +316,7 @@ def shares(facts: RunFacts) -> Drawn:
         rows = [_change_row(change) for change in changes[-_MOST_CHANGES:]]
         body += table(["step", "reason", "shares", "promised", "given"], rows)
     if len(changes) > _MOST_CHANGES:
-        body += f"<p>The last {_MOST_CHANGES} of {len(changes)} changes.</p>"
+        body += element("p", f"The last {_MOST_CHANGES} of {len(changes)} changes.")
     return answer + ".", body
 
 

@@ -32,6 +32,7 @@ from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
+from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.transport.groups import group_members
 from lightning_hetero.transport.store import host_store
 from lightning_hetero.types import StepReport
@@ -61,6 +62,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
     def __init__(
         self, trainer: Trainer, settings: StaleSettings, members: Members, invitation: Invitation | None
     ) -> None:
+        self._members = members
         agreed, store = (settings.agreed, None) if invitation is None else (None, invitation.run_store)
         super().__init__(trainer, timeout=settings.timeout, settings=agreed, store=store)
         channel = self.channel
@@ -85,7 +87,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
-        self._settings, self._members = settings, members
+        self._settings = settings
         self._invited_to = None if invitation is None else Address.of(invitation.address)
         self._stored: Mapping[str, Any] = {}
         self._callback_hooks = ExitStack()
@@ -351,13 +353,15 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return super().sizes_differ(error, StepLoop._end_batch, *again)
 
     def fail(self, error: BaseException) -> None:
-        """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of
-        them."""
+        """This rank failed: tells the others why."""
         super().fail(error)
-        if not self._is_in or (isinstance(error, SIGTERMException) and not self._members.is_lowest):
-            return  # its connection ends
-        if self.worker is not None:
+        if self.worker is not None and self.ends_others(error):  # else its connection ends
             self.worker.abort(f"rank {self._members.rank} failed: {type(error).__name__}: {error}", error)
+
+    def ends_others(self, error: BaseException) -> bool:
+        """They go on if it was only told to go (SIGTERM), was left behind, or is not yet one of them."""
+        told_to_go = isinstance(error, SIGTERMException) and not self._members.is_lowest
+        return self._is_in and not told_to_go and not isinstance(error, LeftBehindError)
 
     def close(self) -> None:
         self.binder.close()

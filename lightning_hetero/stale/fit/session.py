@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from lightning_hetero.transport.link import Pulse
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+_LAST_S = 5.0  # that a rank which was told to end (SIGTERM) waits for the server's answer
 _DYING_S = 2.0  # from the end of a killed process' connections to its own
 
 
@@ -184,7 +186,7 @@ class Session:
         assert shared is not None
         self._address = address
         self.worker = worker = Worker(
-            connect(address, self._members.rank),
+            connect(address, self._members.rank, settings.patience),
             shared.layout,
             shared.parameters,
             shared.present_buffers,
@@ -194,6 +196,7 @@ class Session:
             overlap=None if getattr(self._trainer.precision_plugin, "scaler", None) is None else False,
             tell=self._members.warn_once,
         )
+        worker.link.waits = self._may_wait
         self._pulse = Pulse(worker.link, settings.server.liveness_s)
         worker.pull()
         if not self._members.is_lowest:
@@ -201,6 +204,11 @@ class Session:
                 optimizer.state.clear()
         hold(optimizers)
         self._held = optimizers
+
+    def _may_wait(self, waited_s: float) -> None:
+        """A process that was told to end does not wait for the end of its batch, which may never come."""
+        if waited_s > _LAST_S and self._trainer.received_sigterm:
+            raise SIGTERMException
 
     def _groups_now(self) -> list[list[list[int]]]:
         return [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self._trainer.optimizers]
@@ -287,6 +295,7 @@ class Session:
             worker.detach()
             self._hang_up(worker)
             cut_off = worker.link.left_behind or worker.link.cut
+            patience_s = 0.0 if worker.link.hangs else patience_s
         process, self._process = self._process, None
         # A process that is killed closes its connections before it is gone, and leaves work for `stop`.
         if process is not None and cut_off and not process.ends_within(_DYING_S):

@@ -28,18 +28,21 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from lightning_hetero.measure.device import no_device_in_this_process
+from lightning_hetero.transport.awake import awake_s
 
-Body = Callable[[Callable[[dict[str, Any]], None], Callable[[], bool]], None]
+Body = Callable[[Callable[..., None], Callable[[], bool]], None]
 
 _FIRST_TRY_S = 10.0  # a child that hangs in a lock it inherited does so at once; a second fork rarely hits it again
 _END_S = 1.0  # for a child that has said that it failed to be gone
-_LOOK_S = 1.0  # at the parent, by the thread that watches it
+_LOOK_S = 1.0  # at the parent and at the main thread, by the thread that watches both
 _STUCK_S = 30.0  # without a parent and without a sign of life
+_KILLED_S = 10.0  # for a killed process to be gone
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
@@ -75,9 +78,9 @@ class ServerProcess:
 
     def ends_within(self, timeout_s: float) -> bool:
         """Waits; returns whether the server has ended."""
-        deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+        end_s, pause_s = awake_s() + timeout_s, 0.0005
         while self.exit_code() is None:
-            if time.monotonic() >= deadline:
+            if awake_s() >= end_s:
                 return False
             time.sleep(pause_s)
             pause_s = min(0.02, 2 * pause_s)
@@ -90,7 +93,7 @@ class ServerProcess:
             timeout_s: how long to wait before SIGKILL; it ignores what can be ignored.
 
         Returns:
-            The exit code; None in a process that is not the parent.
+            The exit code; None in a process that is not the parent, or if the system does not let go of it.
         """
         if os.getpid() != self._owner:
             return None
@@ -98,7 +101,7 @@ class ServerProcess:
         if not self.ends_within(timeout_s):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)  # not reaped, so the number is still this child's
-            self.ends_within(math.inf)
+            self.ends_within(_KILLED_S)
         return self.exit_code()
 
     def release(self) -> None:
@@ -113,15 +116,32 @@ class ServerProcess:
             os.close(lifeline)
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """How a child is watched that serves.
+
+    Attributes:
+        word: returns what changes whenever the main thread goes on.
+        hangs: tells those whom it serves that it has not for so long [s]; returns the words. Called from another
+            thread, before the child ends.
+        patience_s: so long.
+    """
+
+    word: Callable[[], int]
+    hangs: Callable[[float], str]
+    patience_s: float
+
+
 def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.0) -> ServerProcess:
     """Forks a child that runs ``body`` and returns when it is ready.
 
     Args:
-        body: ``body(ready, orphaned)`` runs in the child; it calls ``ready(details)`` (a JSON object) once it serves.
-            ``orphaned()`` tells whether the parent is gone or has called `ServerProcess.stop`. The child ends when
-            ``body`` returns (exit code 0) or raises (traceback on the screen, exit code 1), or when the parent is gone
-            and it has not asked ``orphaned()`` for half a minute: what it is at, e.g. a collective inside an
-            optimizer's step, will never end.
+        body: ``body(ready, orphaned)`` runs in the child; it calls ``ready(details)`` (a JSON object), or
+            ``ready(details, watched)`` with a `Watched`, once it serves. ``orphaned()`` tells whether the parent is
+            gone or has called `ServerProcess.stop`. The child ends when ``body`` returns (exit code 0) or raises
+            (traceback on the screen, exit code 1). It also ends, with the stacks of its threads on the screen, when it
+            neither shows progress nor asks ``orphaned()`` for its patience, or for half a minute when the parent is
+            gone: what it is at, e.g. a collective inside an optimizer's step, will never end.
         keep: file descriptors that stay open in the child; all others from 3 on are closed there (their numbers stay
             taken, so that a forgotten file object of the parent can never write into a socket of the child).
         ready_timeout_s: how long the child may take to be ready [s].
@@ -217,15 +237,14 @@ def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequen
             # The pipe tells in time; the parent's id tells even if a forked worker of it holds the other end.
             return os.getppid() != parent or _readable(lifeline_end, 0.0)
 
-        asks = threading.Event()
+        watch = _Watch(alone)
 
-        def orphaned() -> bool:
-            asks.set()
-            return alone()
+        def ready(details: dict[str, Any], watched: Watched | None = None) -> None:
+            watch.watched = watched
+            _tell(report, {"ready": details})
 
-        threading.Thread(target=_end_if_stuck, args=(alone, asks), name="parent-watch", daemon=True).start()
         try:
-            body(lambda details: _tell(report, {"ready": details}), orphaned)
+            body(ready, watch.orphaned)
             code = 0
         except BaseException as error:
             traceback.print_exc()
@@ -238,23 +257,42 @@ def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequen
         os._exit(code)
 
 
-def _end_if_stuck(alone: Callable[[], bool], asks: threading.Event) -> None:
-    """Ends a child whose parent is gone and whose main thread shows no life, whatever that is at.
+class _Watch:
+    """Ends a child whose main thread shows no life, whatever that is at.
 
-    Not at once: workers may live on without rank 0, and a large update takes its time.
+    Not at once, even if the parent is gone: workers may live on without rank 0, and a large update takes its time.
 
     Args:
         alone: whether the parent is gone.
-        asks: set by the main thread each time it asks that.
     """
-    while not alone():
-        time.sleep(_LOOK_S)
-    while asks.wait(_STUCK_S):
-        asks.clear()
-    with contextlib.suppress(BaseException):
-        said = f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends"
-        print(said, file=sys.stderr, flush=True)
-    os._exit(1)
+
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        self._alone, self._asked = alone, 0
+        self.watched: Watched | None = None
+        threading.Thread(target=self._run, name="main-watch", daemon=True).start()
+
+    def orphaned(self) -> bool:
+        """Whether the parent is gone; asked by the main thread."""
+        self._asked += 1
+        return self._alone()
+
+    def _run(self) -> None:
+        before, since_s = None, 0.0
+        while True:
+            time.sleep(_LOOK_S)
+            watched = self.watched
+            now = self._alone(), self._asked, watched and watched.word()
+            if now != before:
+                before, since_s = now, awake_s()
+            stuck_s, limit_s = awake_s() - since_s, math.inf if watched is None else watched.patience_s
+            if stuck_s >= (min(limit_s, _STUCK_S) if now[0] else limit_s):
+                break
+        with contextlib.suppress(BaseException):
+            faulthandler.dump_traceback(2)
+            said = f"the parameter server has hung for {stuck_s:.0f} s" if watched is None else watched.hangs(stuck_s)
+            gone = "; its rank is gone" if now[0] else ""
+            print(f"{said}{gone}. It ends; above is where its threads are", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _tell(report: int, message: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.fork import ServerProcess, Watched, fork_server
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.transport.awake import awake_s
@@ -23,11 +22,12 @@ from lightning_hetero.transport.base import Alive, WorkerLink
 from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import Listener
 from lightning_hetero.transport.membership import Limits
+from lightning_hetero.transport.progress import WAITS
 from lightning_hetero.transport.store import host_store
 
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
-_LOOK_S = 1.0  # how often the server looks for the rank that has started it
+_LOOK_S = 1.0  # the longest that the server waits for events: it shows progress, and looks for its rank
 SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
 
 
@@ -98,7 +98,8 @@ def start_server(
         ahead: batches that workers fetch ahead.
         state: of the coordinator, from a checkpoint; else empty.
         host: name under which other nodes reach this one.
-        timeout: of the store; and how long workers wait at a meeting for one that lives and does not come.
+        timeout: of the store; how long workers wait at a meeting for one that lives and does not come; and how long
+            the server may be at one piece of work.
     """
     listener = Listener(
         near=near, far=far, host=host, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
@@ -130,6 +131,7 @@ def start_server(
         )
         if state:
             coordinator.load_state_dict(state)
+        shown = listener.memory.parameters
         server = ParameterServer(
             layout=layout,
             area=area,
@@ -145,8 +147,9 @@ def start_server(
                 silence_s=SILENT_SIGNS * settings.liveness_s,
                 meeting_s=timeout.total_seconds(),
             ),
+            stamp=shown.stamp,
         )
-        ready({"port": store.port})
+        ready({"port": store.port}, Watched(lambda: shown.progress, listener.hangs, timeout.total_seconds()))
         try:
             serve(server, listener, awake_s, orphaned=orphaned)
         finally:
@@ -164,9 +167,14 @@ def start_server(
     )  # fmt: skip
 
 
-def connect(address: Address, rank: int) -> WorkerLink:
-    """Returns this worker's link; raises ServerLostError if the server does not answer within a minute."""
-    return connect_to(address.near_server if rank in address.near else address.far_server, rank, _CONNECT_S)
+def connect(address: Address, rank: int, timeout: timedelta) -> WorkerLink:
+    """Returns this worker's link; raises ServerLostError if the server does not answer within a minute.
+
+    Args:
+        timeout: how long the server may show no progress afterwards.
+    """
+    place = address.near_server if rank in address.near else address.far_server
+    return connect_to(place, rank, _CONNECT_S, timeout.total_seconds())
 
 
 def _on_cpu(value: Any) -> Any:
@@ -194,13 +202,10 @@ def serve(
     """
     try:
         while not server.finished:
-            wait_s: float | None = server.wake_s() - clock()
-            if orphaned is not None:
-                alone = orphaned()  # asked in any case: it is taken for a sign of life
-                if alone and server.abandoned(clock()):
-                    return
-                wait_s = min(wait_s, _LOOK_S)
-            events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
+            if orphaned is not None and orphaned() and server.abandoned(clock()):
+                return
+            server.stamp(WAITS, 0)
+            events = listener.events(max(0.0, min(server.wake_s() - clock(), _LOOK_S)))
             server.counts.waiting(sum(not isinstance(event, Alive) for event in events))
             while events:
                 for event in events:

@@ -47,3 +47,21 @@ def test_what_the_first_line_says_reaches_the_run(tmp_path: Path) -> None:
     written(tmp_path, STEPS)
     run, result = read_run(tmp_path)
     assert (run.engine, run.ranks, run.devices, result) == ("ddp", 2, {0: "cpu", 1: "cpu"}, {})
+
+
+def test_one_of_several_runs_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("a", "b"):
+        written(tmp_path, STEPS if run == "a" else STEPS[:5], run=run)
+    with pytest.warns(UserWarning, match=r"holds 2 runs; this is the last, 'b'. run=ID \(--run ID\) selects another"):
+        assert main([str(tmp_path)]) == 0
+    assert "· 5 steps" in (tmp_path / "report.html").read_text()
+    assert main([str(tmp_path), str(tmp_path), "--run", "a", "--other-run", "b"]) == 0
+    assert "· 20 steps" in (tmp_path / "report.html").read_text()
+    assert main([str(tmp_path), "--run", "c"]) == 2
+    assert "run='c' is not in" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, STEPS)
+    assert main([str(tmp_path), "-o", str(tmp_path / "rank0.jsonl" / "page.html")]) == 2
+    assert "File exists" in capsys.readouterr().err

@@ -103,32 +103,98 @@ def test_a_torn_last_line_is_skipped_and_reported(cut: int) -> None:
         last = content[:-1].rindex(b"\n") + 1
         cut = last + 1 + cut % (len(content) - last - 2)  # inside the last line, neither empty nor whole
         path.write_bytes(content[:cut])
-        with pytest.warns(TornTraceWarning, match="line 4: cut short"):
+        with pytest.warns(TornTraceWarning, match="1 line is cut short or damaged, skipped: line 4"):
             events = body(path)
         assert events == [step(0, 0, i, note="hé\u2028") for i in range(2)]
         write(path, [step(0, 0, 9)])  # a resumed run goes on after it
-        with pytest.warns(TornTraceWarning, match="line 4: cut short"):
+        with pytest.warns(TornTraceWarning, match="1 line is cut short or damaged, skipped: line 4"):
             assert body(path) == [*events, step(0, 0, 9)]
 
 
 def test_a_trace_torn_in_its_first_line_is_empty(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [])
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.warns(TornTraceWarning, match="line 1"):
+    with pytest.warns(TornTraceWarning, match="line 1,"):
         assert read_events(path) == []
     path.write_bytes(b"")
     assert read_events(path) == []
 
 
-def test_damage_that_no_crash_explains_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [step(0, 0, i) for i in range(3)])
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:2], lines[2][:30], lines[3]]) + "\n")
-    with pytest.raises(ValueError, match=r"t\.jsonl, line 3: not an event"):
-        read_events(path)
+DAMAGE = b"\0" * 40, b"{", b"not JSON", b'{"kind":"step"}', b"[1]", b"9", b"[" * 9000, b"\xff"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_lines_anywhere_are_skipped_and_counted(tmp_path: Path, damage: bytes) -> None:
+    path = write(tmp_path / "t.jsonl", [step(0, 0, i) for i in range(9)])
+    lines = path.read_bytes().splitlines()
+    lines[3] = lines[6] = damage
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.warns(TornTraceWarning, match=r"t\.jsonl: 2 lines are cut short or damaged, skipped: line 4,"):
+        assert [e.step for e in body(path)] == [0, 1, 3, 4, 6, 7, 8]
+
+
+def test_a_damaged_first_line_hides_nothing_else(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [step(0, 0, i) for i in range(2)], run="a")
+    path.write_bytes(b"{" + path.read_bytes())
+    with pytest.warns(TornTraceWarning, match="line 1,"):
+        assert [e.step for e in read_events(path, "a")] == [0, 1]
+
+
+def test_a_file_that_is_no_trace_is_an_error_and_one_of_many_is_skipped(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, 1)
     path.write_text("no trace at all")
     with pytest.raises(ValueError, match="not a trace"):
         read_events(path)
+    write(trace_path(tmp_path, 0), [step(0, 0, 0)], world_size=2)
+    with pytest.warns(TornTraceWarning) as told:
+        assert len(body(tmp_path)) == 1
+    assert "rank1.jsonl: 1 line is" in str(told[0].message)
+    assert "rank1.jsonl: missing, or without a line of this run of 2 ranks" in str(told[1].message)
+
+
+def test_a_run_is_told_from_another_in_the_same_files(tmp_path: Path) -> None:
+    """Both write at the same time, one is resumed last."""
+
+    def opened(run: str, rank: int, unix_s: float) -> EventWriter:
+        about = {"unix_s": unix_s}
+        return EventWriter(
+            trace_path(tmp_path, rank), rank=rank, world_size=2, run=run, about=about, flush_every=2
+        )
+
+    writers = {(run, rank): opened(run, rank, 1e9 + n) for n, run in enumerate("ab") for rank in (0, 1)}
+    for i in range(8):
+        for (run, rank), writer in writers.items():
+            writer.write(step(rank, 0, i, samples=ord(run)))
+    for writer in writers.values():
+        writer.close()
+    with pytest.warns(UserWarning, match=r"holds 2 runs; this is the last, 'b' of 2001-09-09 01:46:41 UTC. .*: 'a' of"):
+        last = read_events(tmp_path)
+    assert last == read_events(tmp_path, "b")
+    for run in "ab":
+        steps = [e for e in read_events(tmp_path, run) if e.kind == "step"]
+        assert [(e.step, e.rank, e.data["samples"]) for e in steps] == [
+            (i, r, ord(run)) for i in range(8) for r in (0, 1)
+        ]
+    opened("a", 0, 1e9 + 5).close()
+    with pytest.warns(UserWarning, match="this is the last, 'a' of"):
+        assert {e.data.get("samples") for e in body(tmp_path)} == {ord("a")}
+    with pytest.raises(ValueError, match=r"run='c' is not in .*: it holds 'b' of .*, 'a' of"):
+        read_events(tmp_path, "c")
+
+
+def test_a_run_without_an_id_before_one_with_an_id(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [step(0, 0, 0)])
+    write(path, [step(0, 0, 1)], run="new")
+    with pytest.warns(UserWarning, match=r"this is the last, 'new'. run=ID \(--run ID\) selects another: ''"):
+        assert [e.step for e in body(path)] == [1]
+    assert [e.step for e in read_events(path, "") if e.kind == "step"] == [0]
+
+
+def test_ranks_without_a_file_are_said(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        write(trace_path(tmp_path, rank), [step(rank, 0, 0)], rank=rank, world_size=12)
+    with pytest.warns(TornTraceWarning, match=r"rank1\.jsonl, rank3\.jsonl, .*rank9\.jsonl, \.\.\.: missing"):
+        assert len(body(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, "1", None])

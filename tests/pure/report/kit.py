@@ -46,12 +46,12 @@ def events_of(steps: Sequence[Sequence[Told]], *, ahead_s: Sequence[float] = (),
     return found
 
 
-def written(folder: Path, steps: Sequence[Sequence[Told]]) -> None:
+def written(folder: Path, steps: Sequence[Sequence[Told]], *, run: str = "") -> None:
     """Writes the trace of a run as `HeteroTrace` does."""
     events, ranks = events_of(steps), len(steps[0])
     for rank in range(ranks):
-        about = {"strategy": "DDPStrategy"}
-        with EventWriter(trace_path(folder, rank), rank=rank, world_size=ranks, names=["cpu"], about=about) as writer:
+        about, path = {"strategy": "DDPStrategy"}, trace_path(folder, rank)
+        with EventWriter(path, rank=rank, world_size=ranks, names=["cpu"], about=about, run=run) as writer:
             for event in events:
                 if event.rank == rank and event.kind != "run":
                     writer.write(event)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
-from lightning_hetero.record.run import RecordedRun
+from lightning_hetero.record.run import RecordedRun, RunChange
 from lightning_hetero.report.page.build import page_of
+from lightning_hetero.report.page.markup import element, joined
 from tests.pure.report.kit import RUNS, SHOWN, balanced_run, run_with, stale_run
 
 
@@ -86,9 +90,57 @@ def test_it_opens_with_the_verdict(name: str) -> None:
     assert ("You waited" in text) == (name not in ("one rank", "no work measured"))
 
 
-def test_texts_of_a_run_are_no_markup() -> None:
-    assert "<script" not in page_of(balanced_run())
-    assert "rebalanced &lt;script&gt;" in page_of(balanced_run())
+PAYLOAD = """<blink onx="1">'><blink onx='1'>"<!--&lt;"""
+STRUCTURE = {"engine", "strategy"}  # words that say what is drawn
+
+
+ATTRIBUTES = {
+    "lang", "charset", "name", "content", "rel", "href", "class", "id", "viewbox", "role", "aria-label", "x", "y", "x1",
+    "y1", "x2", "y2", "cx", "cy", "r", "width", "height", "points", "fill-opacity", "text-anchor",
+}  # fmt: skip
+
+
+def poisoned(value: Any, name: str = "", *, deep: bool) -> Any:
+    """Puts the payload behind every string of a run, and of names behind those that the reader does not look for."""
+    if isinstance(value, str):
+        return value if name in STRUCTURE and not deep else value + PAYLOAD
+    if isinstance(value, RecordedRun | RunChange):
+        return replace(
+            value, **{one.name: poisoned(getattr(value, one.name), one.name, deep=deep) for one in fields(value)}
+        )
+    if isinstance(value, Mapping):
+        free = name in ("queues", "discarded", "reissued")
+        return {k + PAYLOAD if free else k: poisoned(v, str(k), deep=deep) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(poisoned(v, name, deep=deep) for v in value)
+    return value
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("name", RUNS)
+def test_no_string_of_a_trace_becomes_markup(name: str, deep: bool) -> None:
+    """``deep``: also words that say what is drawn, e.g. the engine."""
+    about = {"policy": "flexible", "bound": "2" if deep else 2, "strategy": "DDPStrategy"}
+    cancelled = RunChange(step=1, reason="dear", cancelled="late", kind="plan")
+    changes = RunChange(step=0, reason="slow", shares=(8, 8)), cancelled
+    run = replace(RUNS[name], changes=(*RUNS[name].changes, *changes), faults=("rank 0: broken",), about=about)
+    metric = {"name": "val_acc", "mode": "max", "value": 0.5}
+    result = poisoned({"scenario": "two", "metric": metric, "fit_s": 1.0}, deep=deep)
+    bad = poisoned(run, deep=deep)
+    page, own = Page(page_of(bad, bad, (result, result))), Page(page_of(run, run, (result, result)))
+    told = " ".join(text for texts in page.texts.values() for text in texts) + str(page.attributes)
+    if not deep:
+        assert [tag for tag, _ in page.attributes] == [tag for tag, _ in own.attributes]
+    assert "blink" not in {tag for tag, _ in page.attributes}
+    assert {key for _, given in page.attributes for key in given} <= ATTRIBUTES
+    assert told.count("blink onx") > 10 and "<!--" in told  # it is there, as text
+
+
+def test_plain_strings_are_escaped_wherever_they_meet_markup() -> None:
+    found = ["<i>" + element("b", "<"), element("b", "<") + "<i>", joined("<i>", element("b", "<"))]
+    assert [str(one) for one in found] == ["&lt;i&gt;<b>&lt;</b>", "<b>&lt;</b>&lt;i&gt;", "&lt;i&gt;<b>&lt;</b>"]
+    assert element("p", title='"<') == '<p title="&quot;&lt;"></p>'
+    assert element("p", f"{element('b', 'lost')}") == "<p>&lt;b&gt;lost&lt;/b&gt;</p>"  # a plain string again
 
 
 def test_marks_stay_inside_their_drawing() -> None:

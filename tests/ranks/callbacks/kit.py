@@ -46,8 +46,9 @@ class NoBackward(Net):
 
 
 def fit(
-    folder: Path, callbacks: list[Any], model: LightningModule | None = None, **arguments: Any
-) -> Trainer:
+    folder: Path, callbacks: list[Any], model: LightningModule | None = None, *,
+    ckpt_path: str | None = None, **arguments: Any,
+) -> Trainer:  # fmt: skip
     """Trains 2 epochs of batches of 4, 4 and 2 samples."""
     loader = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=4)
     settings: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, "logger": False} | arguments
@@ -55,7 +56,7 @@ def fit(
     trainer = Trainer(
         accelerator="cpu", devices=1, default_root_dir=folder, callbacks=callbacks, **settings, **quiet
     )
-    trainer.fit(model or Net(), loader, loader)
+    trainer.fit(model or Net(), loader, loader, ckpt_path=ckpt_path)
     return trainer
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks.reporting import EventSource, Reporting
 from lightning_hetero.callbacks.trace import HeteroTrace
 from lightning_hetero.record import read_events
 from lightning_hetero.types import Event
+from tests.full_disk import full_at
 from tests.ranks.callbacks.kit import WARNINGS, fit
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Toy, rank_trainer, regression
 
 
 @WARNINGS
@@ -29,8 +35,60 @@ def test_stock_strategies_are_traced_with_batch_times(tmp_path: Path) -> None:
         (0, 0, 4), (0, 2, 2), (1, 0, 4), (1, 2, 2)
     ]
     assert all(e.data["step_s"] > 0 and set(e.data) == {"samples", "step_s"} for e in steps)
-    fit(tmp_path, [trace])  # the same callback again continues the file
-    assert [e.kind for e in read_events(tmp_path / "mine")].count("run") == 2
+    fit(tmp_path, [trace])  # another Trainer: another run
+    with pytest.warns(UserWarning, match="mine holds 2 runs; this is the last"):
+        assert [e.kind for e in read_events(tmp_path / "mine")].count("run") == 1
+
+
+def runs_in(folder: Path, rank: int = 0) -> list[str]:
+    """The ids of the run lines in the order written."""
+    rows = [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+    return [row["run"] for row in rows if row["kind"] == "run"]
+
+
+@WARNINGS
+def test_a_resumed_run_and_one_that_goes_on_keep_their_id(tmp_path: Path) -> None:
+    trace = HeteroTrace()
+    trainer = fit(tmp_path, [trace], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, trainer.train_dataloader, trainer.val_dataloaders)
+    fit(tmp_path, [HeteroTrace()], max_epochs=3, ckpt_path=str(tmp_path / "last.ckpt"))
+    first, *others = runs_in(tmp_path / "hetero")
+    assert others == [first, first] and len(first) == 8
+    assert [e.kind for e in read_events(tmp_path / "hetero")].count("run") == 3
+    fit(tmp_path, [HeteroTrace(str(tmp_path / "other"))], max_epochs=2, ckpt_path=str(tmp_path / "last.ckpt"))
+    fit(tmp_path, [HeteroTrace()], max_epochs=1)
+    assert first not in [*runs_in(tmp_path / "other"), runs_in(tmp_path / "hetero")[-1]]
+
+
+def traced(rank: int, world: int, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = DDPStrategy(process_group_backend="gloo")
+        trainer = rank_trainer(rank, world, strategy, callbacks=[HeteroTrace(folder)], max_epochs=1)
+        trainer.fit(Toy(), DataLoader(regression(16), batch_size=4))
+
+
+def test_ranks_agree_on_the_runs_id(tmp_path: Path) -> None:
+    run_ranks(2, traced, str(tmp_path))
+    assert runs_in(tmp_path, 0) == runs_in(tmp_path, 1) != [""]
+
+
+@WARNINGS
+def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"rank0\.jsonl is not written any more: .*File too large"), full_at(400):
+        trainer = fit(tmp_path, [HeteroTrace()], max_epochs=20)
+    assert trainer.global_step == 60
+    run, *steps = read_events(tmp_path / "hetero")
+    assert run.kind == "run" and len(steps) < 60
+
+
+@WARNINGS
+def test_a_place_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "hetero").write_text("a file")
+    with pytest.warns(UserWarning, match="is not written any more: .*File exists"):
+        assert fit(tmp_path, [HeteroTrace()]).global_step == 6
 
 
 def _source(trainer_steps: list[int]) -> Callable[[Any], list[Event]]:

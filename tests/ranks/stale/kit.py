@@ -290,7 +290,7 @@ class _ScriptLink(WorkerLink):
     def close_slot(self) -> int:
         return self.slot.close()
 
-    def call(self, request: Request, *, timeout_s: float | None = None) -> Reply:
+    def call(self, request: Request) -> Reply:
         packed = request.pack()
         self.request = Request.unpack(packed[: Request.SIZE], packed[Request.SIZE :])
         self.asked.release()
@@ -403,7 +403,7 @@ class Script:
 
     # ---- the listener -----------------------------------------------------------------------------------------
 
-    def events(self, timeout_s: float | None) -> list[Any]:
+    def events(self, timeout_s: float) -> list[Any]:
         raise NotImplementedError
 
     def reply(self, rank: int, reply: Reply) -> None:

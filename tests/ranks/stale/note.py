@@ -54,7 +54,7 @@ class Note(WorkerLink):
         self.calls.append("closed")
         return self.calls.count("closed")
 
-    def call(self, request: Request, *, timeout_s: float | None = None) -> Reply:
+    def call(self, request: Request) -> Reply:
         self.requests.append(request)
         if request.kind is Ask.PUSH:
             layout = self.layout

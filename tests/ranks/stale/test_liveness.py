@@ -35,7 +35,7 @@ class Board:
         self.dismissed: dict[int, str] = {}
         self.coming: list[list[Happened]] = []
 
-    def events(self, timeout_s: float | None) -> list[Happened]:
+    def events(self, timeout_s: float) -> list[Happened]:
         return self.coming.pop(0) if self.coming else []
 
     def reply(self, rank: int, reply: Reply) -> None:
@@ -260,8 +260,8 @@ def orphaned_server(told: list[list[Happened]], times_s: list[float]) -> tuple[P
     now, awake = [1.0], AwakeClock(beat_s=1.0)
     board.coming = told
 
-    def events(timeout_s: float | None) -> list[Happened]:
-        assert timeout_s is not None and timeout_s <= 1.0, "it would not look whether anybody lives"
+    def events(timeout_s: float) -> list[Happened]:
+        assert timeout_s <= 1.0, "it would not look whether anybody lives"
         now[0] = next(clock, math.inf)
         assert math.isfinite(now[0]), "it waits for ever"
         return board.coming.pop(0) if board.coming else []

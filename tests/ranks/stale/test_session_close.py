@@ -18,7 +18,7 @@ class Cut:
     """A worker whose connection has ended while the process was not gone yet."""
 
     def __init__(self) -> None:
-        self.link = SimpleNamespace(close=lambda: None, left_behind=False, cut=True)
+        self.link = SimpleNamespace(close=lambda: None, left_behind=False, cut=True, hangs=False)
 
     def detach(self) -> None: ...
 

@@ -50,4 +50,4 @@ def lone_link(slot_bytes: int, parameter_bytes: int) -> LocalLink:
     connection, other = socket.socketpair()
     other.close()
     parameters = torch.zeros(ParameterArea.size(parameter_bytes), dtype=torch.uint8)
-    return LocalLink(connection, 0, 0, Slot.empty(slot_bytes), ParameterArea(parameters, parameter_bytes))
+    return LocalLink(connection, 0, 0, 60.0, Slot.empty(slot_bytes), ParameterArea(parameters, parameter_bytes))

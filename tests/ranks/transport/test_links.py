@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.transport import link as link_module
 from lightning_hetero.transport.base import (
     Alive,
     Arrived,
@@ -26,6 +27,7 @@ from lightning_hetero.transport.base import (
     WorkerLink,
 )
 from lightning_hetero.transport.link import Pulse
+from lightning_hetero.transport.progress import STEPS, WAITS
 from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, PATIENCE_S, STOP, Place, open_place
 
 REQUEST = Request(
@@ -104,19 +106,73 @@ def test_a_reply_may_come_much_later_and_out_of_turn(place: Place) -> None:
     assert held.result() == [1, 2] and other.result() == [11, 12]
 
 
-def call_in_vain(link: WorkerLink, talk: Connection) -> tuple[float, str]:
-    started = time.monotonic()
-    with pytest.raises(ServerLostError, match=r"no answer.* within 0\.1 s"):
-        link.call(Request(kind=Ask.CLAIM), timeout_s=0.1)
-    return time.monotonic() - started, lost(link)
+def call_in_vain(link: Any, talk: Connection) -> tuple[str, str]:
+    link._patience_s = 0.5 - link_module._LATER_S
+    with pytest.raises(ServerLostError) as caught:
+        link.call(Request(kind=Ask.CLAIM))
+    return str(caught.value), lost(link)
 
 
-def test_a_silent_server_is_given_up_after_the_timeout(place: Place) -> None:
+def test_a_server_that_shows_no_progress_is_given_up(place: Place) -> None:
     crew = place.start(0, call_in_vain)
-    place.until(Joined(0), Arrived, Gone(0))
-    waited_s, text = crew.result()
-    assert 0.1 <= waited_s < 5.0 and text
+    place.until(Joined(0), Arrived)
+    place.listener.memory.parameters.stamp(STEPS, 2)
+    assert crew.talk.poll(PATIENCE_S)
+    text, again = crew.result()
+    assert again == text
+    if place.kind == "wire":
+        assert "answered nothing for" in text
+    else:
+        assert "has been in the step of optimizer 2 for" in text and "it hangs (rank 0 asked for CLAIM)" in text
+    place.until(Gone(0))
     place.listener.reply(0, DONE)  # too late: ignored
+
+
+def held(link: Any, talk: Connection) -> float:
+    """Is answered late, and returns how long it has waited; then it will not wait any longer."""
+    beats: list[float] = []
+    link._patience_s, link.waits = 1.0 - link_module._LATER_S, beats.append
+    link.call(Request(kind=Ask.CLAIM))
+
+    def ends(waited_s: float) -> None:
+        raise KeyboardInterrupt
+
+    link.waits = ends
+    with pytest.raises(KeyboardInterrupt):
+        link.call(Request(kind=Ask.CLAIM))
+    assert "interrupted" in lost(link)
+    return max(beats)
+
+
+def test_a_server_that_goes_on_is_waited_for_unless_the_worker_must_end(place: Place) -> None:
+    crew = place.start(0, held)
+    place.until(Joined(0), Arrived)
+    end_s = time.monotonic() + 1.8
+    while time.monotonic() < end_s:
+        place.listener.memory.parameters.stamp(WAITS, 0)
+        place.listener.events(0.1)
+    place.listener.reply(0, DONE)
+    place.until(Arrived)
+    assert crew.result() > 1.0  # for longer than its patience
+    assert place.until(Gone(0))
+
+
+def ends_with_it(link: WorkerLink, talk: Connection) -> str:
+    """Hears what the server's watch says, whatever it does meanwhile."""
+    link.open_slot()
+    talk.recv()
+    return link.call(Request(kind=Ask.PUSH, slot=link.close_slot())).text
+
+
+def test_a_server_that_hangs_tells_its_workers_with_its_last_words(place: Place) -> None:
+    crews = [place.start(rank, ends_with_it) for rank in (0, 1)]
+    place.until(Joined(0), Joined(1))
+    place.listener.memory.parameters.stamp(Ask.PUSH, 1)
+    said = place.listener.hangs(7.4)
+    assert said.endswith("has been serving PUSH of rank 1 for 7 s: it hangs")
+    for crew in crews:
+        crew.talk.send("go on")
+    assert [crew.result() for crew in crews] == [said, said]
 
 
 def test_events_wait_no_longer_than_asked(place: Place) -> None:

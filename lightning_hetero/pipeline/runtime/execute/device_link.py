@@ -22,7 +22,8 @@ from lightning_hetero.measure.device import Stamp, device_of, is_out_of_memory
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
 from lightning_hetero.pipeline.runtime.execute.stage_link import CLOSED, HEAD_BYTES, STAMP, Job, StageLink
-from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S
+from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.failures import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 _TAG_CLEAR = 0x9A57
@@ -161,9 +162,9 @@ class DeviceLink(StageLink):
             while self._blocks:
                 self._blocks.popleft()[1].wait(FOREVER)
             self._come.put(CLOSED)
-        except RuntimeError as error:
-            closed = f"its connection is closed: {first_line(error)}"
-            self._broken = why = error if is_out_of_memory(error) else closed
+        except Exception as error:  # whatever it is, the training thread is told
+            gloos = isinstance(error, RuntimeError) and not is_out_of_memory(error)
+            self._broken = why = f"its connection is closed: {first_line(error)}" if gloos else error
             self._come.put(why)
 
     def _clear(self) -> None:
@@ -183,5 +184,5 @@ class DeviceLink(StageLink):
             self._way.abort()
 
     def forget(self, deadline_s: float) -> None:
-        self._receiver.join(max(0.0, deadline_s - time.monotonic()))
+        self._receiver.join(max(0.0, deadline_s - awake_s()))
         super().forget(deadline_s)

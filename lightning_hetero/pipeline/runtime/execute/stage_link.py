@@ -31,7 +31,9 @@ from torch import distributed as dist
 from lightning_hetero.measure.device import HostDevice, Stamp, is_out_of_memory
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, NeighbourWatch
+from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch
+from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.failures import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 HEAD_BYTES = 1024
@@ -225,8 +227,9 @@ class StageLink:
                     continue
                 while posted:
                     self._let_out(posted.pop(0))
-        except RuntimeError as error:
-            self._broken = error if is_out_of_memory(error) else first_line(error)
+        except Exception as error:  # whatever it is, the training thread is told
+            gloos = isinstance(error, RuntimeError) and not is_out_of_memory(error)
+            self._broken = first_line(error) if gloos else error
 
     def _let_out(self, job: Job) -> None:
         while job.works:
@@ -346,8 +349,8 @@ class StageLink:
         self.give_up()
 
     def forget(self, deadline_s: float) -> None:
-        """Waits at most so long [s, time.monotonic] until all has ended, when the connections have been closed."""
+        """Waits at most so long [s, awake_s] until all has ended, when the connections have been closed."""
         while self._blocks:
             with contextlib.suppress(RuntimeError):
                 self._blocks.popleft()[1].wait(timedelta(milliseconds=1))
-        self._sender.join(max(0.0, deadline_s - time.monotonic()))
+        self._sender.join(max(0.0, deadline_s - awake_s()))

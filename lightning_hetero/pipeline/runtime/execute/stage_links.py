@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink
 from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch, close_connections
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.failures import FailureBoard
 
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
@@ -45,7 +45,7 @@ class StageLinks:
         clock: ClockOf | None = None,
     ) -> None:  # fmt: skip
         self._wire, self._rank = wire, rank
-        self._watch = NeighbourWatch(wire, failures, timeout_s, rank)
+        self._watch = NeighbourWatch(wire, failures, timeout_s)
         self._links: dict[int, StageLink] = {}
         self._closed = False
         for peer in sorted(set(peers)):
@@ -106,7 +106,7 @@ class StageLinks:
         if self._links:
             close_connections(self._wire)
         # A send that was posted while the connection broke, gloo may never end: that thread (a daemon) is left alone.
-        deadline_s = time.monotonic() + _ABORT_S
+        deadline_s = awake_s() + _ABORT_S
         for link in self._links.values():
             link.forget(deadline_s)
         self._let_go()

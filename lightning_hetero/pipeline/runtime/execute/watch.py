@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-LOOK_S = 1.0  # at the failure board, while waiting
 _TAG_OF_THE_END = 0x9A56
 
 
 class NeighbourWatch:
-    """Looks at the failure board while the training thread waits for a neighbour, in a thread of its own.
+    """Has the thread of the failure board look after the training thread, while that waits for a neighbour.
 
     Args:
         wire: whose connections are closed when there is a reason to.
         failures: looked at.
         timeout_s: how long a message is waited for at most.
-        rank: this process, global.
     """
 
-    def __init__(self, wire: Any, failures: FailureBoard, timeout_s: float, rank: int) -> None:
+    def __init__(self, wire: Any, failures: FailureBoard, timeout_s: float) -> None:
         self._wire, self._failures, self._timeout_s = wire, failures, timeout_s
-        self._waiting: tuple[int, str, float] | None = None
         self._found: RuntimeError | None = None
-        self._ended = threading.Event()
-        self._name = f"pipeline-watch-{rank}"
-        self._thread: threading.Thread | None = None
 
     def wait(self, work: Any, peer: int, what: str) -> None:
         """Waits for a work of gloo.
@@ -47,16 +41,14 @@ class NeighbourWatch:
         Raises:
             RuntimeError: a rank has failed, the peer is gone, or the timeout has passed; names rank and cause.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._waiting = (peer, what, self.deadline_s())
+        self._failures.watch()
+        self._failures.waiting = partial(self._look, peer, self.deadline_s(), what)
         try:
             work.wait(FOREVER)
         except RuntimeError as error:
             raise self.lost(peer, f"its connection is closed: {first_line(error)}") from None
         finally:
-            self._waiting = None
+            self._failures.waiting = None
 
     def lost(self, peer: int, why: str | Exception) -> Exception:
         """Returns the error to raise: what the watch has found, what went wrong here, or that a peer is gone."""
@@ -65,8 +57,8 @@ class NeighbourWatch:
         return why if isinstance(why, Exception) else self._failures.lost(peer, why)
 
     def deadline_s(self) -> float:
-        """Returns until when what is waited for from now on must come [s, time.monotonic]."""
-        return time.monotonic() + self._timeout_s
+        """Returns until when what is waited for from now on must come [s, `awake_s`]."""
+        return awake_s() + self._timeout_s
 
     def look(self, peer: int, deadline_s: float, what: str) -> None:
         """Looks once, for a thread that waits in short turns.
@@ -80,30 +72,21 @@ class NeighbourWatch:
             RuntimeError: a rank has failed, or the deadline has passed; names rank and cause.
         """
         self._failures.check()
-        if time.monotonic() >= deadline_s:
+        if awake_s() >= deadline_s:
             raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")
 
-    def _run(self) -> None:
-        before = None
-        while not self._ended.wait(0.5 * LOOK_S):
-            waiting = self._waiting
-            if waiting is None or waiting is not before:  # what has just begun to be waited for
-                before = waiting
-                continue
-            try:
-                peer, what, deadline_s = waiting
-                self.look(peer, deadline_s, what)
-            except RuntimeError as error:
-                self._found = error
-                if self._wire is not None:
-                    close_connections(self._wire)
-                return
+    def _look(self, peer: int, deadline_s: float, what: str) -> None:
+        if self._found is not None:
+            return
+        try:
+            self.look(peer, deadline_s, what)
+        except RuntimeError as error:
+            self._found = error
+            if self._wire is not None:
+                close_connections(self._wire)
 
     def end(self) -> None:
-        """Ends the thread, and lets the wire go."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(LOOK_S)  # longer only if it asks a store that does not answer
+        """Lets the wire go."""
         self._wire = None
 
 

@@ -32,6 +32,7 @@ from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined
 from lightning_hetero.transport.flags import MeetFlag, PushFlag
 from lightning_hetero.transport.listener import Listener
 from lightning_hetero.transport.membership import Come, Limits, Membership, RunEndsError
+from lightning_hetero.transport.progress import Stamp
 
 _log = logging.getLogger(__name__)
 _WITHOUT = "the others go on without, on {} devices, with the same global batch: its samples go to them"
@@ -51,6 +52,7 @@ class ParameterServer:
         nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
         shards: threads for pools and optimizers; None: by size.
         limits: how long workers wait for one that does not come; None: without limit.
+        stamp: called whenever another work begins, see `transport.progress`.
 
     Attributes:
         finished: all workers that were expected have come, and have left or are gone.
@@ -73,14 +75,16 @@ class ParameterServer:
         nonfinite: Literal["stop", "skip"] = "stop",
         shards: int | None = None,
         limits: Limits | None = None,
+        stamp: Stamp = lambda kind, number: None,
     ) -> None:
+        self.stamp = stamp
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator
         self.counts = Counts()
         self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
         self._updater = Updater(
             layout=layout, area=area, parameters=parameters, optimizers=optimizers, shards=self._shards,
-            divide_by=divide_by,
+            divide_by=divide_by, stamp=stamp,
         )  # fmt: skip
         self._batch = OpenBatch(self._updater, coordinator, self.counts)
         self._members = Membership(coordinator.live, limits, without=_WITHOUT)
@@ -130,6 +134,7 @@ class ParameterServer:
         if not isinstance(happened, Gone):
             self._members.heard(happened.rank, now)
         if isinstance(happened, Arrived):
+            self.stamp(happened.request.kind, happened.rank)
             self._request(happened.rank, happened.request, now)
         elif isinstance(happened, Joined):
             self._members.joined(happened.rank, now)

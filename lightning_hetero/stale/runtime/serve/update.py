@@ -24,6 +24,7 @@ from lightning_hetero.stale.runtime.layout import NONFINITE, FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean, Spares, runs
 from lightning_hetero.stale.runtime.serve.agreement import RunEndsError
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
+from lightning_hetero.transport.progress import STEPS, Stamp
 
 _SLOTS = 256
 
@@ -47,6 +48,7 @@ class Updater:
         optimizers: over these parameters.
         shards: threads to use.
         divide_by: gradients are the pool's sum divided by this, not by its weight (a loss that is a sum).
+        stamp: called when an optimizer's step begins.
 
     Raises:
         ValueError: an optimizer cannot run here.
@@ -61,6 +63,7 @@ class Updater:
         optimizers: Sequence[Optimizer],
         shards: ThreadShards,
         divide_by: float | None = None,
+        stamp: Stamp = lambda kind, number: None,
     ) -> None:
         self.layout, self.shards = layout, shards
         self.optimizers = list(optimizers)
@@ -85,7 +88,13 @@ class Updater:
                 self._owners[i] = self._owners.get(i, 0) | 1 << o
         owned = [[i for i in part if i in self.parameters] for part in shards.parts]
         self._runs = [runs(layout, part) for part in owned]
-        self._shard_of = {id(self.parameters[i]): shard for shard, part in enumerate(owned) for i in part}
+        shard_of = {id(self.parameters[i]): shard for shard, part in enumerate(owned) for i in part}
+
+        def step_of(o: int) -> None:
+            stamp(STEPS, o)
+            step(self.optimizers[o], shard_of, shards)
+
+        self._step = step_of
 
     @property
     def divides_by_weight(self) -> bool:
@@ -189,7 +198,7 @@ class Updater:
             for o in bits(stepping):
                 self._clip_gradients(o, *self._clips[o])
                 with self._learning_rates_times(o, worth if at_once >> o & 1 else 1.0):
-                    step(self.optimizers[o], self._shard_of, self.shards)
+                    self._step(o)
         self._spent |= stepping & ~at_once
         pool.buffers.apply(self.buffers, worth, self._changed, version)
         return stepping
