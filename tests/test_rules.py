@@ -79,7 +79,9 @@ STALL_S = 60.0  # at least so long: only a kill ends it, as a test may take two 
 SLEEPS = {
     "e2e/stale::SCRIPT.Model.training_step": "a device's work: deaths and joins fall into its middle",
     "e2e/stale::SCRIPT.happen": "a stopped process needs somebody who wakes it",
+    "faults::": "the others' imports take their time, and rank 0 is dead before they end",
     "faults::Model.training_step": "a device's work: faults fall into its middle",
+    "faults::Slow.__reduce__": "a checkpoint's writing takes its time: faults fall into its middle",
     "ranks/lightning_compat::PARENT_DIES": "outlives the time after which it would be ended",
     "ranks/lightning_compat::play": "ranks die in turns, the next within the time that the first one leaves",
     "ranks/measure::MeetingPeer.loss": "a device's work: the one place where real time is measured",
@@ -93,6 +95,7 @@ SLEEPS = {
     "simgpu/sim::_sleep_until": "a simulated device's work: what torch.cuda._sleep asks for",
     "ranks/stale::Slow.on_before_backward": "a device's work: ranks of unequal speed",
     "ranks/stale::Watched.training_step": "a device's work: ranks of unequal speed",
+    "ranks/transport::_STOPPED": "a stopped process needs somebody who wakes it",
     "ranks/transport::forks_and_waits": "a child that only a kill ends",
 }
 

@@ -79,8 +79,8 @@ BOUNDED: dict[str, set[str]] = {
         "stale/runtime/work/worker.py::Worker.abort",
     },
     "the socket waits for a beat at most, or not at all": {
-        "transport/listener.py::Listener._accept",
         "transport/listener.py::Listener._read",
+        "transport/sockets.py::accept_from",
         "transport/sockets.py::connect_to_unix",
         "transport/sockets.py::receive_exactly",
         "transport/sockets.py::receive_into",

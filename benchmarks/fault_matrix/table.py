@@ -15,7 +15,7 @@ _HOOK = "exception in "
 
 def fault_table(results: Results) -> str:
     """Returns a row per fault and a column per engine: what came of it under the launchers; others are named."""
-    mine = [row for row in _rows(results) if not _is_hook(row)]
+    mine = [row for row in _rows(results) if not _is_hook(row) and "combined" not in row]
     engines, faults = (list(dict.fromkeys(row[key] for row in mine)) for key in ("engine", "fault"))
     of = {(e, f): [r for r in mine if (r["engine"], r["fault"]) == (e, f)] for e in engines for f in faults}
     return _table(["fault", *engines], [[f, *(_outcomes(of[e, f]) for e in engines)] for f in faults])
@@ -54,6 +54,16 @@ def hook_table(results: Results) -> str:
     return _table(["engine", "places tried", "of these ended as they should", "slowest"], lines)
 
 
+def pairs_table(results: Results) -> str:
+    """Returns a row per engine: how many combinations were tried, and how many were as they should be."""
+    mine = [row for row in _rows(results) if "combined" in row and row["outcome"] != "skipped"]
+    lines = []
+    for engine in dict.fromkeys(row["engine"] for row in mine):
+        own = [row for row in mine if row["engine"] == engine]
+        lines.append([engine, str(len(own)), str(sum(not row["violations"] for row in own))])
+    return _table(["engine", "combinations tried", "of these as they should be"], lines) if lines else "None yet."
+
+
 def failing_list(results: Results) -> str:
     """Returns the cells that do not hold, each with what was seen and why; and what was skipped."""
     rows = _rows(results)
@@ -83,7 +93,7 @@ def _rows(results: Results) -> list[Row]:
 
 
 def _is_hook(row: Row) -> bool:
-    return row["fault"].startswith(_HOOK) and row["fault"] != "exception in a step"
+    return row["fault"].startswith(_HOOK) and row["fault"] != "exception in a step" and "combined" not in row
 
 
 def _said(row: Row) -> str:

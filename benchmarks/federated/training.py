@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from lightning_hetero.data import inspect_loader, partition_by_labels
+from lightning_hetero.data import partition_by_labels
+from lightning_hetero.data.loader import inspect_loader
 from lightning_hetero.demo import DigitsCNN, DigitsData
 from lightning_hetero.emulate.parts import SpeedChange
 from lightning_hetero.emulate.scenario import Scenario

@@ -33,7 +33,7 @@ from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.work import check_batch_cost
-from lightning_hetero.data import Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import check_sample_costs
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.patches import patched
@@ -263,11 +263,6 @@ def _chosen_policy(
         TypeError: the policy is neither one nor a name.
         ValueError: the policy has no use for an argument that was given.
     """
-    if isinstance(policy, str) and policy == "tuning":
-        raise ValueError(
-            "LoadBalancedStrategy no longer has policy='tuning', which found shares by trial: drop it, and they follow"
-            " from predicted times"
-        )
     if policy in (None, "predictive"):
         return BalancePolicy(predictor=predictor, dead_band=dead_band)
     if not isinstance(policy, BalancePolicy):

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.transport.failures import FailureBoard, lost_contact
+
 PACKAGE_REFUSAL = (
     "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
     " the two packages are copies of the same code. Import lightning.pytorch instead of pytorch_lightning"
@@ -169,6 +171,26 @@ def naming_damage(path: Any) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def naming_full_disk(path: Any) -> Iterator[None]:
+    """Inside, a checkpoint is written: what the system says of the file is raised, and not what comes of it.
+
+    Torch fails once more when it ends the file, e.g. with "unexpected pos".
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or cause.filename is not None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
 def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
     """Adds to an error on sizes, in a step that is not the first, what it may come of: rows kept from another batch."""
     text = str(exception)
@@ -182,15 +204,17 @@ def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
         )
 
 
-def name_lost_peer(exception: BaseException, rank: int, cause: BaseException | None) -> None:
+def name_lost_peer(exception: BaseException, rank: int, failures: FailureBoard | None) -> None:
     """Adds to a broken collective's error what it means: another rank has failed, has died or hangs.
 
     Args:
         exception: of this rank.
         rank: this one.
-        cause: of the run's end; None: nobody knows.
+        failures: of the run; None: there is none.
     """
-    text = str(exception)
+    if not lost_contact(exception):
+        return
+    text, cause = str(exception), None if failures is None else failures.cause
     said = ", which has died, raised an exception or hung for longer than the strategy's timeout; the cause is in that"
     said, trace = f"{said} rank's output", ""
     if cause is not None:

@@ -18,21 +18,12 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.checks import check_choice, check_counts
 from lightning_hetero.base.orders import OrderFinder
 from lightning_hetero.base.own_data import own_data_in
-from lightning_hetero.data import (
-    Channel,
-    EpochOrder,
-    GlobalBatchSampler,
-    IndivisibleError,
-    LoaderSpec,
-    Part,
-    RebatchedStream,
-    Split,
-    rebatched_loader,
-)
-from lightning_hetero.data.batches import HandedParts
+from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part, Split
 from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.costs import SampleCosts
-from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
+from lightning_hetero.data.order import Channel, EpochOrder
+from lightning_hetero.data.stream import RebatchedStream, StreamMode
 from lightning_hetero.types import LossReduction
 
 if TYPE_CHECKING:

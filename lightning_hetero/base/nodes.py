@@ -106,7 +106,7 @@ class UnevenNodesStrategy(LaunchedDDPStrategy):
     ``-1``), and ``num_nodes`` may be left out.
 
     Attributes:
-        failures: of the run, from its process group on until it is closed.
+        failures: of the run, or of the last one.
     """
 
     failures: FailureBoard | None = None

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
-from lightning_hetero.data import Part
-from lightning_hetero.data.batches import HandedParts
+from lightning_hetero.data.batches import HandedParts, Part
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

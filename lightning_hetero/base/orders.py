@@ -10,19 +10,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.data import (
-    Channel,
-    ContinuedOrder,
-    EpochOrder,
+from lightning_hetero.data.loader import (
     IndivisibleError,
     LoaderSpec,
-    PooledBatches,
-    PooledRanks,
-    SamplerOrder,
-    ShuffledOrder,
+    base_sampler,
+    batch_source,
     inspect_loader,
 )
-from lightning_hetero.data.loader import base_sampler, batch_source
+from lightning_hetero.data.order import Channel, ContinuedOrder, EpochOrder, SamplerOrder, ShuffledOrder
+from lightning_hetero.data.pooled import PooledBatches, PooledRanks
 from lightning_hetero.data.samplers import splits_by_rank
 from lightning_hetero.data.stream import StreamMode
 

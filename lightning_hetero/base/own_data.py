@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.data import Channel
 from lightning_hetero.data.fingerprints import Print, differs, fingerprints
+from lightning_hetero.data.order import Channel
 from lightning_hetero.data.samplers import first_drawn
 
 if TYPE_CHECKING:

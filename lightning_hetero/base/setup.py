@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_hetero.base.run import EngineRun
 
 CHECKPOINT_KEY = "lightning_hetero"
-"""The one top-level key added to a checkpoint; stock Lightning ignores it."""
+"""The one top-level key that a strategy adds to a checkpoint; stock Lightning ignores it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from lightning_hetero.base.checks import (
     name_changed_rows,
     name_lost_peer,
     naming_damage,
+    naming_full_disk,
 )
 from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.metrics import gather_unequal
@@ -30,12 +31,10 @@ from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
-from lightning_hetero.base.removed import refuse_removed
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, register, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
-from lightning_hetero.transport.failures import lost_contact
 from lightning_hetero.types import Event, LossReduction, StepReport
 
 if TYPE_CHECKING:
@@ -106,7 +105,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        refuse_removed(type(self), kwargs)
+        if kwargs.pop("controller", None) is not None:  # Hydra's group of that name is above every engine's
+            other = "HeteroPipelineStrategy(controller=...)"
+            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
         check_ddp_arguments(kwargs, type(self))
         self.shared = SharedSettings(
             global_batch_size=global_batch_size,
@@ -230,8 +231,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             run.fail(exception)
         elif failures is not None:  # the run was about to begin
             failures.report(exception)
-        if lost_contact(exception):
-            name_lost_peer(exception, self.global_rank, None if failures is None else failures.cause)
+        name_lost_peer(exception, self.global_rank, failures)
 
     def teardown(self) -> None:
         self.keep()
@@ -244,9 +244,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
                 self._finished = {} if run.failed else run.state_dict()
                 self._untold = run.step_events()  # a trace asks once more: `on_fit_end` comes after this
             run.close()
-        if self.failures is not None:
+        elif self.failures is not None:
             self.failures.leave()
-            self.failures = None
         super().teardown()
 
     def keep(self) -> None:
@@ -291,7 +290,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(self.with_state(checkpoint), filepath, storage_options)
+        with naming_full_disk(filepath):
+            super().save_checkpoint(self.with_state(checkpoint), filepath, storage_options)
 
     def with_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns the checkpoint with the engine's state under our one key: of the fit that runs, or of the last one.

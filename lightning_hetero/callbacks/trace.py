@@ -98,15 +98,12 @@ class HeteroTrace(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._note_fault(trainer, exception)
-        self._close()
-
-    @never_raises
-    def _note_fault(self, trainer: Trainer, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the strategy may be what broke; its error must not hide the first one
             self._drain()
-        data = {"error": f"{type(exception).__name__}: {exception}"}
-        self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
+        with contextlib.suppress(Exception):
+            data = {"error": f"{type(exception).__name__}: {exception}"}
+            self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()

@@ -19,11 +19,12 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.base.precision import trained_dtype
+from lightning_hetero.checked import real
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cli.report import read_run
 from lightning_hetero.cli.summary import format_table
-from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
+from lightning_hetero.cluster.units import bytes_text, describe_cluster
 from lightning_hetero.pipeline.fit.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
@@ -59,9 +60,9 @@ def read_setup(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
     prices, exchange_s = given.get("prices"), given.get("exchange_s")
     if prices is not None:
         many = prices if isinstance(prices, Sequence) and not isinstance(prices, str) else [prices] * setup.ranks
-        setup = replace(setup, prices=tuple(as_number("prices", price) for price in many))
+        setup = replace(setup, prices=tuple(real("prices", price) for price in many))
     if exchange_s is not None:
-        setup = replace(setup, exchange_s=as_number("exchange_s", exchange_s))
+        setup = replace(setup, exchange_s=real("exchange_s", exchange_s))
     return replace(setup, min_samples=given.get("min_samples")), notes
 
 

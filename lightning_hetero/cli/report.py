@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import tell
@@ -16,16 +16,22 @@ from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.perfetto import perfetto_of
 
 REPORT_FILE, TRACE_FILE, RESULT_FILE = "report.html", "perfetto.json", "result.json"
+T = TypeVar("T")
 _TRACES = ("", "events", "hetero")  # where a trace is inside a run's folder
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
-    """Returns what a ``result.json`` says; empty if there is none, or, with a warning, if it cannot be read."""
+def read_if_there(path: str | Path, read: Callable[[Path], T]) -> T | None:
+    """Returns what is read from a file or folder; None if it is not there, or, with a warning, if it cannot be read."""
     try:
-        return dict(json.loads(Path(path).read_text())) if Path(path).exists() else {}
+        return read(Path(path)) if Path(path).exists() else None
     except (OSError, ValueError, TypeError) as error:
         tell(f"{path} is left out, it cannot be read: {error}")
-        return {}
+        return None
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Returns what a ``result.json`` says; empty where nothing can be read."""
+    return read_if_there(path, lambda file: dict(json.loads(file.read_text()))) or {}
 
 
 def read_run(

@@ -17,8 +17,8 @@ import os
 import sys
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
-from lightning_hetero.cli.report import read_result, write_report
+from lightning_hetero.cli.report import read_if_there, read_result, write_report
 from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
-from lightning_hetero.record.files import tell, write_file
-from lightning_hetero.record.run import RecordedRun, run_of
+from lightning_hetero.record.files import write_file
+from lightning_hetero.record.run import run_of
 
 RESULT_FILE = "result.json"
 _LOG = logging.getLogger(__name__)
@@ -49,15 +49,14 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 def new_folder(wanted: str) -> str:
     """Makes a folder that nobody has made before, ``wanted``, or with ``-1``, ``-2``, ... behind; returns its path."""
+    path, number = wanted, 0
     Path(wanted).parent.mkdir(parents=True, exist_ok=True)
-    for number in count():
-        path = f"{wanted}-{number}" if number else wanted
-        try:
+    while True:
+        with suppress(FileExistsError):
             os.mkdir(path)
             return path
-        except FileExistsError:
-            continue
-    raise AssertionError("unreachable")
+        number += 1
+        path = f"{wanted}-{number}"
 
 
 OmegaConf.register_new_resolver("hetero_new_folder", new_folder, use_cache=True, replace=True)
@@ -206,15 +205,6 @@ def final_metrics(trainer: Trainer, model: LightningModule, data: Any, wanted: s
     return metrics
 
 
-def recorded_run(folder: str | Path) -> RecordedRun | None:
-    """Returns the run whose trace is in a folder; None if there is none, or, with a warning, none that can be read."""
-    try:
-        return run_of(read_events(folder)) if Path(folder).is_dir() else None
-    except (OSError, ValueError) as error:
-        tell(f"{folder} is left out, it cannot be read: {error}")
-        return None
-
-
 def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) -> dict[str, Any]:
     """Returns the job's result as plain JSON values, from the clock, or its file, and the ranks' traces.
 
@@ -227,7 +217,7 @@ def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) 
         raise RuntimeError(
             "nothing was trained; check trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches"
         )
-    run = recorded_run(cfg.paths.events_dir)
+    run = read_if_there(cfg.paths.events_dir, lambda folder: run_of(read_events(folder)))
     # A trace need not hold every step, so: the mean global batch times the batches trained.
     samples = 0 if run is None else round(mean_global_batch(run) * clocked["batches"])
     return {

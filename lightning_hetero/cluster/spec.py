@@ -15,15 +15,15 @@ Ranks count the devices in the order written. Nothing here touches a file or a d
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import permutations, product
-from typing import Any, cast
+from typing import Any
 
-from lightning_hetero.cluster.units import as_bytes, as_number, as_rate, as_seconds
+from lightning_hetero.checked import is_list, mapping, real, whole
+from lightning_hetero.cluster.units import as_bytes, as_rate, as_seconds
 from lightning_hetero.types import Cluster, Device, Link
 
 _FREE = Link()
@@ -63,7 +63,7 @@ def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
     """
     if isinstance(spec, Cluster):
         return spec
-    given = _mapping("cluster", spec, _SPEC)
+    given = mapping("cluster", spec, _SPEC)
     if ("devices" in given) == ("nodes" in given):
         raise ValueError(f"cluster has keys {sorted(given)}: give either devices or nodes")
     devices: list[Device] = []
@@ -73,7 +73,7 @@ def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
     else:
         numbers: Counter[str] = Counter()
         for at, entry in _entries("nodes", given["nodes"], _NODE):
-            link = {} if entry.get("link") is None else _mapping(f"{at}.link", entry["link"], _LINK)
+            link = {} if entry.get("link") is None else mapping(f"{at}.link", entry["link"], _LINK)
             for name in _names(at, entry, "node", numbers):
                 first = len(devices)
                 devices += _devices(f"{at}.devices", entry.get("devices"), prefix=f"{name}/")
@@ -81,13 +81,13 @@ def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
     free = ((_FREE,) * len(devices),) * len(devices)
     table = _Table(Cluster(devices=tuple(devices), links=free))
     if given.get("link") is not None:
-        table.put("link", _mapping("link", given["link"], _LINK), permutations(range(len(devices)), 2))
+        table.put("link", mapping("link", given["link"], _LINK), permutations(range(len(devices)), 2))
     for at, link, ranks in inner:
         table.put(at, link, permutations(ranks, 2))
     if given.get("links"):
         table.put_links(given["links"])
     if given.get("matrix") is not None:
-        matrix = _mapping("matrix", given["matrix"], _LINK)
+        matrix = mapping("matrix", given["matrix"], _LINK)
         _read_matrix("matrix.bandwidth", matrix.get("bandwidth"), table.bandwidth, as_rate)
         _read_matrix("matrix.latency", matrix.get("latency"), table.latency, as_seconds)
     return table.cluster()
@@ -97,7 +97,7 @@ def _devices(at: str, value: Any, *, prefix: str) -> list[Device]:
     devices: list[Device] = []
     numbers: Counter[str] = Counter()  # of names that repeat
     for here, entry in _entries(at, value, _DEVICE):
-        speed = as_number(f"{here}.speed", entry.get("speed", 1.0), above=True)
+        speed = real(f"{here}.speed", entry.get("speed", 1.0), above=True)
         mem_bytes = as_bytes(f"{here}.mem", entry.get("mem"))
         names = _names(here, entry, "device", numbers)
         devices += [Device(name=prefix + name, speed=speed, mem_bytes=mem_bytes) for name in names]
@@ -111,7 +111,7 @@ def _names(at: str, entry: Mapping[str, Any], default: str, numbers: Counter[str
         raise ValueError(f"{at}.name={base!r} must be a text that is not empty")
     if "name" in entry and "count" not in entry:
         return [base]
-    count, first = _whole(f"{at}.count", entry.get("count", 1), least=1), numbers[base]
+    count, first = whole(f"{at}.count", entry.get("count", 1), least=1), numbers[base]
     numbers[base] += count
     return [f"{base}:{number}" for number in range(first, first + count)]
 
@@ -163,7 +163,7 @@ class _Table:
                 return ranks
             choice = ", ".join(sorted(set[str]().union(*names)))
             raise ValueError(f"{at}={end!r} is no device and no node: choose one of {choice}, or a rank")
-        rank, n = _whole(at, end), len(self.devices)
+        rank, n = whole(at, end), len(self.devices)
         if rank >= n:
             raise ValueError(f"{at}={rank} must be a rank in 0..{n - 1}: the cluster has {n} devices")
         return [rank]
@@ -232,36 +232,17 @@ def _read_matrix(at: str, value: Any, into: list[list[float]], read: Callable[[s
             into[a][b] = read(f"{at}[{a}][{b}]", row[b])
 
 
-def _mapping(at: str, value: Any, keys: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, Mapping):  # Hydra's mappings are no dicts
-        raise TypeError(f"{at}={value!r} must be a mapping with some of the keys {', '.join(keys)}")
-    given = {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
-    if unknown := sorted(set(given) - set(keys)):
-        raise ValueError(f"{at} has unknown keys {unknown}: it takes {', '.join(keys)}")
-    return given
-
-
 def _sequence(at: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not is_list(value):
         raise TypeError(f"{at}={value!r} must be a list")
-    return cast("Sequence[Any]", value)
+    return value
 
 
 def _entries(at: str, value: Any, keys: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    entries = [(f"{at}[{i}]", _mapping(f"{at}[{i}]", v, keys)) for i, v in enumerate(_sequence(at, value))]
+    entries = [(f"{at}[{i}]", mapping(f"{at}[{i}]", v, keys)) for i, v in enumerate(_sequence(at, value))]
     if not entries:
         raise ValueError(f"{at} is empty: name at least one, e.g. {{name: fast, speed: 1.0, count: 2}}")
     return entries
-
-
-def _whole(at: str, value: Any, *, least: int = 0) -> int:
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{at}={value!r} must be a whole number >= {least}")
-    return number
 
 
 # ---- writing and changing -----------------------------------------------------------------------------------------
@@ -291,7 +272,7 @@ def equal_cluster(size: int, *, link: Link = _FREE, mem_bytes: float = math.inf)
     Raises:
         ValueError: ``size`` < 1, or ``mem_bytes`` is not positive.
     """
-    size = _whole("size", size, least=1)
+    size = whole("size", size, least=1)
     devices = tuple(Device(name=f"device:{rank}", mem_bytes=mem_bytes) for rank in range(size))
     links = tuple(tuple(_FREE if a == b else link for b in range(size)) for a in range(size))
     return Cluster(devices=devices, links=links)

@@ -29,19 +29,6 @@ _RATES = {
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
 
 
-def as_number(name: str, value: Any, *, above: bool = False) -> float:
-    """Returns a finite float >= 0 (> 0 if ``above``).
-
-    Raises:
-        ValueError: anything else.
-    """
-    wanted = f"a finite number {'>' if above else '>='} 0"
-    number = _read(name, value, {}, wanted)
-    if not 0.0 <= number < math.inf or (above and number == 0.0):
-        raise ValueError(f"{name}={value!r} must be {wanted}")
-    return number
-
-
 def as_bytes(name: str, value: Any) -> float:
     """Returns a size > 0 [bytes]; ``inf`` for ``None`` (no limit).
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
+
+from lightning_hetero.checked import is_list, mapping, real, whole
 
 Resource = Literal["money", "energy", "traffic"]
 
@@ -22,8 +23,6 @@ class Budget(NamedTuple):
     limit: float
 
 
-_CONSTANT = "is a constant now: no run has set it"
-_REMOVED = ("horizon", "candidates", "rounds", "library", "trial_batches", "margin", "bar_batches", "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,25 +42,18 @@ class ControllerSettings:
     look_every: int = 50
     recheck: int | None = 200
 
-    def __new__(cls, **options: Any) -> ControllerSettings:  # for one release: names that went say so
-        for name in _REMOVED:
-            if name in options:
-                raise TypeError(f"LyapunovController({name}=...) {_CONSTANT}; leave it out")
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
-        self._put("v", None if self.v is None else _real("v", self.v, above=True))
-        self._put("bank", None if self.bank is None else _real("bank", self.bank))
+        self._put("v", None if self.v is None else _number("v", self.v, above=True))
+        self._put("bank", None if self.bank is None else _number("bank", self.bank))
         for name in ("prices", "power_w", "idle_power_w"):
             self._put(name, _one_or_each(name, getattr(self, name)))
         for name in ("rest_cost", "dead_band", "share_band"):
-            self._put(name, _real(name, getattr(self, name), most=1.0))
+            self._put(name, _number(name, getattr(self, name), most=1.0))
         for name in ("look_every", "recheck"):
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (value is None and name == "recheck"):
-                raise ValueError(f"LyapunovController({name}={value!r}) must be a whole number >= 1")
+            if (value := getattr(self, name)) is not None or name != "recheck":
+                whole(f"LyapunovController.{name}", value, least=1)
         if type(self.structure) is not bool:
-            raise TypeError(f"LyapunovController(structure={self.structure!r}) must be true or false")
+            raise TypeError(f"LyapunovController.structure={self.structure!r} must be true or false")
         self._put("budget", _checked_budget(self.budget))
 
     def _put(self, name: str, value: Any) -> None:
@@ -93,35 +85,20 @@ class ControllerSettings:
         return list(value)
 
 
-def _real(name: str, value: Any, *, above: bool = False, most: float = math.inf) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0.0 or number > most or (above and number == 0.0):
-        limits = f"a finite number {'>' if above else '>='} 0" + (f" and <= {most:g}" if most < math.inf else "")
-        raise ValueError(f"LyapunovController({name}={value!r}) must be {limits}")
-    return number
+def _number(name: str, value: Any, **limits: Any) -> float:
+    return real(f"LyapunovController.{name}", value, **limits)
 
 
 def _one_or_each(name: str, value: Any) -> float | tuple[float, ...]:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        listed = cast("Sequence[Any]", value)
-        if not listed:
-            raise ValueError(f"LyapunovController({name}=[]) must be a number, or one per rank")
-        return tuple(_real(f"{name}[{i}]", v) for i, v in enumerate(listed))
-    return _real(name, value)
+    if not is_list(value):
+        return _number(name, value)
+    if not value:
+        raise ValueError(f"LyapunovController.{name}=[] must be a number, or one per rank")
+    return tuple(_number(f"{name}[{i}]", v) for i, v in enumerate(value))
 
 
 def _checked_budget(budget: Any) -> dict[str, float] | None:
     if budget is None:
         return None
-    if not isinstance(budget, Mapping):
-        raise TypeError(
-            f"LyapunovController(budget={budget!r}) must be a mapping, e.g. {{'money_per_sample': 1e-6}}"
-        )
-    given = cast("Mapping[Any, Any]", budget)
-    if unknown := sorted(str(name) for name in given if name not in _BUDGETS):
-        raise ValueError(f"LyapunovController(budget=...) has unknown keys {unknown}; known: {', '.join(_BUDGETS)}")
-    limits = {str(name): limit for name, limit in sorted(given.items()) if limit is not None}
-    return {name: _real(f"budget.{name}", limit, above=True) for name, limit in limits.items()} or None
+    given = sorted(mapping("LyapunovController.budget", budget, _BUDGETS).items())
+    return {name: _number(f"budget.{name}", limit, above=True) for name, limit in given if limit is not None} or None

@@ -12,35 +12,6 @@
 ``partition``      one dataset divided among clients that are not alike
 """
 
-from lightning_hetero.data.batches import GlobalBatchSampler, Part, Split
-from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, inspect_loader, rebatched_loader
-from lightning_hetero.data.order import (
-    Channel,
-    ContinuedOrder,
-    EpochOrder,
-    SamplerOrder,
-    ShuffledOrder,
-)
 from lightning_hetero.data.partition import partition_by_group, partition_by_labels
-from lightning_hetero.data.pooled import PooledBatches, PooledRanks
-from lightning_hetero.data.stream import RebatchedStream
 
-__all__ = [
-    "Channel",
-    "ContinuedOrder",
-    "EpochOrder",
-    "GlobalBatchSampler",
-    "IndivisibleError",
-    "LoaderSpec",
-    "Part",
-    "PooledBatches",
-    "PooledRanks",
-    "RebatchedStream",
-    "SamplerOrder",
-    "ShuffledOrder",
-    "Split",
-    "inspect_loader",
-    "partition_by_group",
-    "partition_by_labels",
-    "rebatched_loader",
-]
+__all__ = ["partition_by_group", "partition_by_labels"]

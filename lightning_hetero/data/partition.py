@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_hetero.checked import real, whole
+
 _TRIALS = 1000
 
 
@@ -36,8 +38,7 @@ def partition_by_labels(
     """
     values = _plain(labels)
     _check(len(values), clients, least)
-    if not (isinstance(alpha, int | float) and np.isfinite(alpha) and alpha > 0):
-        raise ValueError(f"alpha={alpha!r} must be a finite number > 0 (0.3: few labels per client; 100: all alike)")
+    alpha = real("alpha", alpha, above=True)
     generator = np.random.default_rng(seed)
     kinds = sorted(set(values), key=repr)
     of_kind = [np.array([i for i, value in enumerate(values) if value == kind]) for kind in kinds]
@@ -89,9 +90,6 @@ def _plain(values: Any) -> list[Hashable]:
 
 
 def _check(samples: int, clients: int, least: int) -> None:
-    if type(clients) is not int or clients < 1:
-        raise ValueError(f"clients={clients!r} must be a whole number >= 1")
-    if type(least) is not int or least < 0 or least * clients > samples:
-        raise ValueError(
-            f"least={least!r} must be a whole number >= 0, for {clients} clients together at most the {samples} samples"
-        )
+    whole("clients", clients, least=1)
+    if whole("least", least) * clients > samples:
+        raise ValueError(f"least={least} for each of {clients} clients is more than the {samples} samples there are")

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeGuard, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
+
+from lightning_hetero.checked import is_list, mapping, real, whole
 
 T = TypeVar("T")
 
 _KINDS = ("kill", "stall", "exception")
 
 
-def as_real(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
-    """Returns a finite float >= ``least`` (> if ``above``) or raises ValueError."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool) or not math.isfinite(number) or number < least or (above and number == least):
-        raise ValueError(f"{name}={value!r} must be a finite number {'>' if above else '>='} {least:g}")
-    return number
-
-
-def as_whole(name: str, value: Any, *, least: int = 0) -> int:
-    """Returns an int >= ``least`` or raises ValueError."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
-    return number
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(
-        value, str
-    )  # Hydra's lists are sequences, not lists
-
-
 def as_speeds(name: str, values: Any) -> tuple[float, ...]:
     """Returns positive speeds; at least one."""
-    if not _is_list(values) or not values:
+    if not is_list(values) or not values:
         raise ValueError(f"{name}={values!r} must be a list of one or more speeds > 0, e.g. [1.0, 0.5]")
-    return tuple(as_real(f"{name}[{i}]", v, above=True) for i, v in enumerate(values))
+    return tuple(real(f"{name}[{i}]", v, above=True) for i, v in enumerate(values))
 
 
 def _put(target: object, name: str, value: object) -> None:
@@ -70,13 +43,9 @@ class SlowSpells:
     steps: int
 
     def __post_init__(self) -> None:
-        _put(self, "probability", as_real("SlowSpells.probability", self.probability))
-        if self.probability > 1.0:
-            raise ValueError(
-                f"SlowSpells.probability={self.probability!r} must be in [0, 1] (per step and rank)"
-            )
-        _put(self, "factor", as_real("SlowSpells.factor", self.factor, least=1.0))
-        _put(self, "steps", as_whole("SlowSpells.steps", self.steps, least=1))
+        _put(self, "probability", real("SlowSpells.probability", self.probability, most=1.0))
+        _put(self, "factor", real("SlowSpells.factor", self.factor, least=1.0))
+        _put(self, "steps", whole("SlowSpells.steps", self.steps, least=1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +60,7 @@ class SpeedChange:
     speeds: Sequence[float]
 
     def __post_init__(self) -> None:
-        _put(self, "step", as_whole("SpeedChange.step", self.step))
+        _put(self, "step", whole("SpeedChange.step", self.step))
         _put(self, "speeds", as_speeds("SpeedChange.speeds", self.speeds))
 
 
@@ -115,11 +84,11 @@ class Slowdown:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        _put(self, "step", as_whole("Slowdown.step", self.step))
-        _put(self, "rank", as_whole("Slowdown.rank", self.rank))
-        _put(self, "factor", as_real("Slowdown.factor", self.factor, least=1.0))
+        _put(self, "step", whole("Slowdown.step", self.step))
+        _put(self, "rank", whole("Slowdown.rank", self.rank))
+        _put(self, "factor", real("Slowdown.factor", self.factor, least=1.0))
         if self.steps is not None:
-            _put(self, "steps", as_whole("Slowdown.steps", self.steps, least=1))
+            _put(self, "steps", whole("Slowdown.steps", self.steps, least=1))
 
     def holds(self, rank: int, step: int) -> bool:
         """Tells whether ``rank`` is slowed down at ``step``."""
@@ -147,11 +116,11 @@ class Fault:
     stall_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _put(self, "step", as_whole("Fault.step", self.step))
-        _put(self, "rank", as_whole("Fault.rank", self.rank))
+        _put(self, "step", whole("Fault.step", self.step))
+        _put(self, "rank", whole("Fault.rank", self.rank))
         if self.kind not in _KINDS:
             raise ValueError(f"Fault.kind={self.kind!r} must be one of {', '.join(_KINDS)}")
-        _put(self, "stall_s", as_real("Fault.stall_s", self.stall_s))
+        _put(self, "stall_s", real("Fault.stall_s", self.stall_s))
         if (self.stall_s > 0.0) != (self.kind == "stall"):
             raise ValueError(
                 f"Fault.stall_s={self.stall_s!r} does not fit kind={self.kind!r}: a stall needs stall_s > 0"
@@ -164,20 +133,15 @@ def _build(kind: Callable[..., T], value: Any, what: str) -> T:
     cls = cast(type, kind)
     if isinstance(value, cls):
         return cast(T, value)
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{what}={value!r} must be a {cls.__name__} or a mapping of its arguments")
-    given = cast("Mapping[Any, Any]", value)
-    names = [f.name for f in fields(cls)]
-    if unknown := sorted(str(k) for k in given if k not in names):
-        raise ValueError(f"{what} has unknown keys {unknown}: {cls.__name__} takes {', '.join(names)}")
+    given = mapping(what, value, [f.name for f in fields(cls)])
     try:
-        return kind(**{str(k): v for k, v in given.items()})
+        return kind(**given)
     except TypeError as error:
-        raise ValueError(f"{what}={dict(given)!r} is incomplete: {error}") from None
+        raise ValueError(f"{what}={given!r} is incomplete: {error}") from None
 
 
 def _build_all(values: Any, what: str, choose: Callable[[Any], Callable[..., T]]) -> tuple[T, ...]:
-    if not _is_list(values):
+    if not is_list(values):
         raise TypeError(f"{what}={values!r} must be a list")
     return tuple(_build(choose(v), v, f"{what}[{i}]") for i, v in enumerate(values))
 
@@ -191,14 +155,14 @@ def _choose_change(value: Any) -> Callable[..., SpeedChange | Slowdown]:
 def as_caps(value: Any) -> tuple[int | None, ...] | None:
     """Returns caps by rank from a list, a mapping {rank: samples} or None."""
     if isinstance(value, Mapping):
-        by_rank = {as_whole("mem_samples rank", r): v for r, v in cast("Mapping[Any, Any]", value).items()}
+        by_rank = {whole("mem_samples rank", r): v for r, v in cast("Mapping[Any, Any]", value).items()}
         value = [by_rank.get(r) for r in range(max(by_rank, default=-1) + 1)]
-    if value is not None and not _is_list(value):
+    if value is not None and not is_list(value):
         raise TypeError(f"mem_samples={value!r} must be a list by rank, a mapping {{rank: samples}} or None")
     if not value or all(v is None for v in value):
         return None
     return tuple(
-        None if v is None else as_whole(f"mem_samples[{i}]", v, least=1) for i, v in enumerate(value)
+        None if v is None else whole(f"mem_samples[{i}]", v, least=1) for i, v in enumerate(value)
     )
 
 

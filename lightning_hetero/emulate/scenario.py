@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from lightning_hetero.checked import real, whole
 from lightning_hetero.emulate.parts import (
     Fault,
     Slowdown,
@@ -27,10 +28,8 @@ from lightning_hetero.emulate.parts import (
     as_caps,
     as_changes,
     as_faults,
-    as_real,
     as_speeds,
     as_spells,
-    as_whole,
 )
 
 _SPELLS, _JITTER = 0, 1  # independent streams of random numbers
@@ -82,14 +81,14 @@ class Scenario:
     def __post_init__(self) -> None:
         values = {
             "speeds": as_speeds("speeds", self.speeds),
-            "sample_s": None if self.sample_s is None else as_real("sample_s", self.sample_s),
-            "step_s": as_real("step_s", self.step_s),
-            "jitter": as_real("jitter", self.jitter),
+            "sample_s": None if self.sample_s is None else real("sample_s", self.sample_s),
+            "step_s": real("step_s", self.step_s),
+            "jitter": real("jitter", self.jitter),
             "spells": as_spells(self.spells),
             "changes": as_changes(self.changes),
             "faults": as_faults(self.faults),
             "mem_samples": as_caps(self.mem_samples),
-            "seed": as_whole("seed", self.seed),
+            "seed": whole("seed", self.seed),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen
@@ -126,7 +125,7 @@ class Scenario:
     def cap(self, rank: int, samples: int) -> Scenario:
         """Returns this scenario with at most ``samples`` samples in one forward pass of ``rank``."""
         caps = dict(enumerate(cast("tuple[int | None, ...]", self.mem_samples or ())))
-        caps[as_whole("rank", rank)] = as_whole("samples", samples, least=1)
+        caps[whole("rank", rank)] = whole("samples", samples, least=1)
         return replace(self, mem_samples=[caps.get(r) for r in range(max(caps) + 1)])
 
     @property
@@ -146,7 +145,7 @@ class Scenario:
         Raises:
             ValueError: a negative or fractional rank or step.
         """
-        rank, step = as_whole("rank", rank), as_whole("step", step)
+        rank, step = whole("rank", rank), whole("step", step)
         speeds, slower = self.speeds, 1.0
         for change in self.changes:
             if isinstance(change, SpeedChange) and change.step <= step:
@@ -173,7 +172,7 @@ class Scenario:
         Raises:
             ValueError: negative samples, or no emulated time is given.
         """
-        return self._reference_s(as_whole("samples", samples)) * self.stretch(rank, step)
+        return self._reference_s(whole("samples", samples)) * self.stretch(rank, step)
 
     def fault(self, rank: int, step: int) -> Fault | None:
         """Returns what happens to ``rank`` as it begins ``step``, if anything."""

@@ -11,7 +11,7 @@
 ``patches``        an attribute of an instance replaced for a while; likewise
 
 Each function says what it reads, why no public way exists, and which test pins it to the installed versions
-(`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6.
+(`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6. Names without an underscore are read from here.
 """
 
 from __future__ import annotations

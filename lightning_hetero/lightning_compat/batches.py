@@ -21,26 +21,6 @@ from lightning_hetero.lightning_compat.patches import patched, replace_methods
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = [
-    "averaged_weights",
-    "averaging_callbacks",
-    "batch_to_device",
-    "call_training_step",
-    "collect_clipping",
-    "defer_requeue",
-    "manual_outputs",
-    "module_attributes",
-    "note_sigterm",
-    "outputs_of",
-    "raise_sigterm",
-    "replace_sigterm_broadcast",
-    "requeues",
-    "run_again",
-    "stop_sigterm_broadcast",
-    "trainer_callbacks",
-    "wrap_training",
-]
-
 _LOG = logging.getLogger("lightning.pytorch")  # whose level and handlers Lightning has set
 
 

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback
 
-__all__ = ["PartsOfBatch", "finds_learning_rate", "skip_empty_batches"]
-
-
 class PartsOfBatch(Protocol):
     """What was trained while the loop had one batch."""
 

@@ -16,22 +16,6 @@ from lightning_hetero.lightning_compat.patches import replace_methods
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = [
-    "count_val_batches",
-    "fetch_limit",
-    "is_train_iterator",
-    "keep_train_sampler",
-    "overfits",
-    "stock_train_loader",
-    "train_loaders",
-    "train_source",
-    "uses_dataloader_iter",
-    "uses_distributed_sampler",
-    "val_loaders",
-    "watch_train_source",
-]
-
-
 def train_loaders(trainer: Trainer) -> list[Any]:
     """The processed train loaders in order. Public ``trainer.train_dataloader`` gives them in the user's nesting."""
     combined = trainer.fit_loop._combined_loader

@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torchmetrics import Metric
 
-__all__ = [
-    "combine_metric_with",
-    "divert_logs",
-    "forget_computed",
-    "log_again",
-    "logged_reduction",
-    "results_of",
-    "running_hook",
-    "size_of_batch",
-]
-
-
 def results_of(trainer: Trainer) -> Any:
     """Where values logged now are collected; None in a prediction. Its identity tells one loop's from another's."""
     return trainer._results

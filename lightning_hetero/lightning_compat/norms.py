@@ -14,8 +14,6 @@ from torch.nn.utils import clip_grad
 
 from lightning_hetero.lightning_compat.patches import patched
 
-__all__ = ["norms_by"]
-
 _ASKED = "_lightning_hetero_norms"  # in the globals of the module that defines `grad_norm`
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["patched", "replace_methods"]
-
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:

@@ -11,26 +11,6 @@ from lightning_hetero.lightning_compat.patches import replace_methods
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = [
-    "accumulates_now",
-    "batches_of_all_epochs",
-    "batches_trained",
-    "behind_the_epoch",
-    "count_started",
-    "count_step",
-    "epoch_running",
-    "is_last_prediction",
-    "last_batch_done",
-    "logging_step",
-    "resume_from",
-    "step_limit",
-    "steps_uncounted",
-    "upcoming_batch",
-    "write_checkpoint",
-    "zeroes_now",
-]
-
-
 def epoch_running(trainer: Trainer) -> int:
     """Epoch being trained; the value Lightning itself gives to samplers' ``set_epoch``."""
     return _processed(trainer.fit_loop.epoch_progress.current)

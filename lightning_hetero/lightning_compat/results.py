@@ -15,23 +15,6 @@ from lightning_hetero.lightning_compat.patches import patched, replace_methods
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = [
-    "as_batch",
-    "batch_results_open",
-    "dummy_batch_unlogged",
-    "log_interval",
-    "metrics_frozen",
-    "metrics_of",
-    "reduced_names",
-    "save_logs",
-    "save_metrics",
-    "show_on_progress_bar",
-    "unlogged",
-    "watch_epoch_values",
-    "weigh_logs",
-]
-
-
 def log_interval(trainer: Trainer) -> int:
     """``log_every_n_steps``; public, set by a connector."""
     return trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]

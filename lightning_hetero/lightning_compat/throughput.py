@@ -16,8 +16,6 @@ from lightning_hetero.lightning_compat.patches import replace_methods
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["count_throughput"]
-
 Trained = Callable[[], tuple[int, int] | None]
 """Returns the samples of all ranks and the global batches trained so far; None: parts are equal."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from lightning_hetero.cluster.units import as_number
+from lightning_hetero.checked import mapping, real
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 _NEEDED = {
@@ -55,13 +55,8 @@ def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
     if kind not in _NEEDED:
         raise ValueError(f"formula.kind={kind!r} must be one of {', '.join(_NEEDED)}")
     needed, optional = _NEEDED[kind], {**_OPTIONAL[kind], **_COMMON}
-    if unknown := sorted(set(formula) - {"kind", *needed, *optional}):
-        takes = ", ".join(sorted({"kind", *needed, *optional}))
-        raise ValueError(f"formula has unknown keys {unknown}: kind={kind} takes {takes}")
-    if missing := [name for name in needed if name not in formula]:
-        raise ValueError(f"formula lacks {missing}, which kind={kind} needs")
-    named = {name: value for name, value in formula.items() if name != "kind"}
-    given = {name: as_number(f"formula.{name}", value, above=name in needed) for name, value in named.items()}
+    named = mapping(f"formula of kind={kind}", formula, ("kind", *needed, *optional), needed=needed)
+    given = {n: real(f"formula.{n}", value, above=n in needed) for n, value in named.items() if n != "kind"}
     sizes = {**optional, **given}
     block, before, head = (_transformer if kind == "transformer" else _equal_layers)(sizes)
     return ModelCost(layers=(block,) * int(sizes["layers"]), before=before, head=head)

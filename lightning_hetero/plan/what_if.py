@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from lightning_hetero.checked import is_list, real
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster, ranks_named, relinked
-from lightning_hetero.cluster.units import as_number
 from lightning_hetero.plan.estimate import hydra_text
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import Cluster, Link
@@ -73,7 +73,7 @@ def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
     if kind == "links":
         return f"links {hydra_text(value)}", replace(setup, cluster=relinked(setup.cluster, value))
     if kind == "batch":
-        factor = as_number("what_if.batch", value, above=True)
+        factor = real("what_if.batch", value, above=True)
         batch = max(1, round(setup.global_batch * factor))
         return f"{factor:g} x the batch ({batch} samples)", replace(setup, global_batch=batch)
     if kind == "speed":
@@ -96,8 +96,7 @@ def like_another(setup: Setup, rank: int, other: int) -> Setup:
 
 
 def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]:
-    many = isinstance(value, Sequence) and not isinstance(value, str)
-    spec: dict[str, Any] = {"devices": list(cast("Sequence[Any]", value)) if many else [value]}
+    spec: dict[str, Any] = {"devices": list(value) if is_list(value) else [value]}
     new = cluster_from_plain(spec if link is None else {**spec, "link": link})
     count, old = len(new.devices), setup.cluster
     if link is None:  # as the slowest link there is: nobody adds a device that is better connected than the others
@@ -114,7 +113,7 @@ def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]
     if setup.slowness:
         more["slowness"] = setup.slowness + ((1.0,) * setup.series,) * count
     if setup.prices:
-        each = setup.prices[-1] if price is None else as_number("what_if.price", price)
+        each = setup.prices[-1] if price is None else real("what_if.price", price)
         more["prices"] = setup.prices + (each,) * count
     cluster = Cluster(devices=old.devices + new.devices, links=tuple(rows))
     return f"with {', '.join(device.name for device in new.devices)}", replace(setup, cluster=cluster, **more)
@@ -140,7 +139,7 @@ def _by_rank(setup: Setup, kind: str, given: Any, *, above: bool = False) -> lis
     """Returns numbers given by rank or name, by rank; keys of mappings are texts, ranks too."""
     found: list[tuple[int, float]] = []
     for end, value in _mapping(f"what_if.{kind}", given).items():
-        number = as_number(f"what_if.{kind}.{end}", value, above=above)
+        number = real(f"what_if.{kind}.{end}", value, above=above)
         ranks = ranks_named(setup.cluster, int(end) if end.isdecimal() else end, at=f"what_if.{kind}")
         found += [(rank, number) for rank in ranks]
     return found

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import ClassVar
 
+from lightning_hetero.checked import whole
 from lightning_hetero.predictors.base import Memory
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.types import AffineCost
@@ -103,8 +104,7 @@ class Narx(Kalman):
     spread: list[float]
 
     def __init__(self, *, zone: float = 0.1, warm: int = 32, margin: float = 0.05) -> None:
-        if type(warm) is not int or warm < 1:
-            raise ValueError(f"Narx(warm={warm!r}) must be a whole number >= 1")
+        whole("Narx.warm", warm, least=1)
         for name, value in (("zone", zone), ("margin", margin)):
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"Narx({name}={value!r}) must lie in [0, 1)")

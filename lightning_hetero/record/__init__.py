@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, cast
 
 from lightning_hetero.record.files import LineFile
@@ -43,6 +43,7 @@ from lightning_hetero.types import Event, SpeedSample
 SCHEMA_VERSION = 1
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+_FIRST = '{"kind":"run"'  # how a trace begins
 _FIELDS = ("kind", "rank", "epoch", "step", "t_s")
 
 
@@ -126,9 +127,7 @@ class EventWriter:
     def __enter__(self) -> EventWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -165,7 +164,8 @@ def read_events(path: str | Path, run: str | None = None) -> list[Event]:
     world = max((int(event.data.get("world_size") or 1) for event in events if event.kind == "run"), default=0)
     if path.is_dir() and (missing := sorted({*range(world)} - {event.rank for event in events})):
         which = ", ".join(f"rank{rank}.jsonl" for rank in missing[:8]) + (", ..." if missing[8:] else "")
-        _warn(f"{path}: {which}: missing, or without a line of this run of {world} ranks", TornTraceWarning)
+        said = f"{path}: {which}: missing, or without a line of this run of {world} ranks"
+        warnings.warn(said, TornTraceWarning, stacklevel=2)
     return sorted(events, key=lambda e: (e.epoch, e.step, e.rank))
 
 
@@ -194,21 +194,15 @@ def speed_sample(event: Event) -> SpeedSample | None:
     data = event.data
     if event.kind != "step" or data.get("samples") is None or data.get("compute_s") is None:
         return None
+    wait_s, work = float(data.get("wait_s") or 0.0), float(data.get("work") or math.nan)
+    samples, compute_s = int(data["samples"]), float(data["compute_s"])
     return SpeedSample(
-        rank=event.rank,
-        step=event.step,
-        samples=int(data["samples"]),
-        compute_s=float(data["compute_s"]),
-        wait_s=float(data.get("wait_s") or 0.0),
-        work=float(data.get("work") or math.nan),
+        rank=event.rank, step=event.step, samples=samples, compute_s=compute_s, wait_s=wait_s, work=work
     )
 
 
 def _line(event: Event, run: str) -> str:
-    row = {name: getattr(event, name) for name in _FIELDS}
-    row["data"] = dict(event.data)
-    if run:
-        row["run"] = run
+    row = {name: getattr(event, name) for name in _FIELDS} | {"data": dict(event.data)} | ({"run": run} if run else {})
     try:
         return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
     except (TypeError, ValueError):  # the rare way: values that JSON does not know
@@ -222,9 +216,7 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
-    if (
-        isinstance(value, Iterable) and getattr(cast(Any, value), "ndim", 1) > 0
-    ):  # scalar arrays cannot be iterated
+    if isinstance(value, Iterable) and getattr(cast(Any, value), "ndim", 1) > 0:  # scalar arrays cannot be iterated
         return [_plain(v) for v in cast("Iterable[Any]", value)]
     item = getattr(cast(Any, value), "item", None)
     return _plain(item()) if callable(item) else str(cast(Any, value))
@@ -246,30 +238,21 @@ def _read_file(path: Path, *, alone: bool) -> list[tuple[str, Event]]:
         found.append(parsed)
     if damaged:
         number, line = damaged[0]
-        if alone and not found and not _looks_torn(line):
+        if alone and not found and line[: len(_FIRST)] != _FIRST[: len(line)]:
             raise ValueError(f"{path} is not a trace: it starts with {line[:80]!r}")
         lines = f"{len(damaged)} lines are" if len(damaged) > 1 else "1 line is"
-        _warn(f"{path}: {lines} cut short or damaged, skipped: line {number}, {line[:80]!r}", TornTraceWarning)
+        said = f"{path}: {lines} cut short or damaged, skipped: line {number}, {line[:80]!r}"
+        warnings.warn(said, TornTraceWarning, stacklevel=3)
     return found
-
-
-def _looks_torn(line: str) -> bool:
-    start = '{"kind":"run"'
-    return line.startswith(start) or start.startswith(line)
 
 
 def _parse(line: str) -> tuple[str, Event] | None:
     """Returns the run's id and the event of a line; None: it is none."""
     try:
         row = json.loads(line)
-        return str(row.get("run") or ""), Event(
-            kind=str(row["kind"]),
-            rank=int(row["rank"]),
-            epoch=int(row["epoch"]),
-            step=int(row["step"]),
-            t_s=float(row["t_s"]),
-            data=dict(row.get("data") or {}),
-        )
+        at = {name: int(row[name]) for name in ("rank", "epoch", "step")}
+        event = Event(kind=str(row["kind"]), t_s=float(row["t_s"]), data=dict(row.get("data") or {}), **at)
+        return str(row.get("run") or ""), event
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
@@ -279,31 +262,20 @@ def _chosen(path: Path, by_run: Mapping[str, Sequence[Event]], run: str | None) 
     times = {its: [e.data.get("unix_s") for e in events if e.kind == "run"] for its, events in by_run.items()}
     began = {its: max((t for t in said if isinstance(t, float)), default=0.0) for its, said in times.items()}
     runs = sorted(began, key=lambda its: began[its])  # stable: without a time in the order written
-    told = [f"{its!r} of {_date(began[its])}" if began[its] else repr(its) for its in runs]
+    dates = {its: datetime.fromtimestamp(unix_s, timezone.utc) for its, unix_s in began.items() if unix_s}
+    told = [f"{its!r} of {dates[its]:%Y-%m-%d %H:%M:%S} UTC" if its in dates else repr(its) for its in runs]
     if run is not None and run not in by_run:
         raise ValueError(f"run={run!r} is not in {path}: it holds {', '.join(told[-8:])}")
     if run is None and len(runs) > 1:
         said = f"{path} holds {len(runs)} runs; this is the last, {told[-1]}. run=ID (--run ID) selects another"
-        _warn(f"{said}: {', '.join(told[-9:-1])}")
+        warnings.warn(f"{said}: {', '.join(told[-9:-1])}", stacklevel=3)
     return runs[-1] if run is None else run
-
-
-def _date(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _warn(text: str, category: type[Warning] = UserWarning) -> None:
-    warnings.warn(text, category, stacklevel=4)
 
 
 def _check_version(path: Path, number: int, event: Event) -> None:
     version = event.data.get("version") if event.kind == "run" else None
     if version != SCHEMA_VERSION:
-        said = (
-            f"schema version {version!r}"
-            if event.kind == "run"
-            else f"a {event.kind!r} event and no 'run' line"
-        )
+        said = f"schema version {version!r}" if event.kind == "run" else f"a {event.kind!r} event and no 'run' line"
         raise ValueError(
             f"{path}, line {number}: {said}, but this version reads schema version {SCHEMA_VERSION} only:"
             " read it with the version of lightning-hetero that wrote it"

@@ -46,9 +46,9 @@ class LineFile:
         self._file: FileIO | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-            if _ends_torn(self.path):
-                self._file.write(b"\n")
+            self._file = file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (closed by close)
+            if (end := file.seek(0, 2)) and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
+                file.write(b"\n")
         except OSError as error:
             self._stop(error)
 
@@ -88,11 +88,3 @@ class LineFile:
             if file is not None:
                 file.close()
         tell(f"{self.path} is not written any more: {error}. Training goes on without it")
-
-
-def _ends_torn(path: Path) -> bool:
-    if path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+
+from lightning_hetero.checked import real, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +26,9 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for name in ("dead_band", "min_gain_s", "noise_guard", "surprise"):
-            value: Any = getattr(self, name)  # whatever a command line has made of it
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+            object.__setattr__(self, name, real(name, getattr(self, name)))  # whatever a command line has made of it
         for name in ("cooldown", "warmup"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{name}={value!r} must be a whole number >= 0 (records)")
+            whole(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

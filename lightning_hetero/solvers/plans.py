@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from lightning_hetero.checked import is_list, mapping
 from lightning_hetero.solvers.placement import micro_batches_of
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
@@ -74,32 +75,21 @@ def plan_from_plain(plain: Mapping[str, Any] | PipelinePlan) -> PipelinePlan:
     """
     if isinstance(plain, PipelinePlan):
         return plain
-    given = _mapping("plan", plain, _PLAN, needed=("groups",))
+    given = mapping("plan", plain, _PLAN, needed=("groups",))
     groups: Any = given["groups"]
-    if not isinstance(groups, Sequence) or not groups:
+    if not is_list(groups) or not groups:
         raise ValueError(f"plan.groups={groups!r} must be a list of one or more groups")
     times = {name: float(given[name]) for name in _PLAN[1:] if given.get(name) is not None}
     return PipelinePlan(
-        groups=tuple(_group(f"plan.groups[{i}]", group) for i, group in enumerate(cast("Sequence[Any]", groups))),
+        groups=tuple(_group(f"plan.groups[{i}]", group) for i, group in enumerate(groups)),
         total_s=times.get("total_s", math.nan),
         sync_s=times.get("sync_s", 0.0),
         lower_bound_s=times.get("lower_bound_s", 0.0),
     )
 
 
-def _mapping(at: str, value: Any, known: Sequence[str], *, needed: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{at}={value!r} must be a mapping with the keys {', '.join(needed)}, or a PipelinePlan")
-    given = dict(cast("Mapping[str, Any]", value))
-    if unknown := set(given) - set(known):
-        raise ValueError(f"{at} has the unknown keys {sorted(unknown)}; known: {', '.join(known)}")
-    if missing := set(needed) - set(given):
-        raise ValueError(f"{at} lacks {sorted(missing)}")
-    return given
-
-
 def _group(at: str, plain: Any) -> GroupPlan:
-    given = _mapping(at, plain, (*_GROUP, "micro_samples"), needed=("ranks", "cuts"))
+    given = mapping(at, plain, (*_GROUP, "micro_samples"), needed=("ranks", "cuts"))
     ranks, cuts = (tuple(int(n) for n in given[name]) for name in ("ranks", "cuts"))
     if given.get("micro_batches"):
         sizes = tuple(int(n) for n in given["micro_batches"])

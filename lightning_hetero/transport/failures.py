@@ -63,6 +63,7 @@ class FailureBoard:
         self._patience_s = patience_s
         self._state = ""  # that this rank has said last
         self._first: RuntimeError | None = None  # why the run ends
+        self._unheard: RuntimeError | None = None  # what is known of the store's host, which does not answer
         self._own = False  # this rank was the first to fail
         self._host_left = False
         self._gone: set[int] = set()
@@ -88,7 +89,7 @@ class FailureBoard:
     @property
     def cause(self) -> RuntimeError | None:
         """Why the run ends, as far as this rank knows; None: nothing is known, or it was the first to fail itself."""
-        return None if self._own else self._first
+        return None if self._own else self._known()
 
     def lost(self, peer: int, how: str) -> RuntimeError:
         """Returns the error to raise when ``peer`` does not answer any more.
@@ -179,16 +180,22 @@ class FailureBoard:
                 self._state = state
             return first
 
-        if self._first is None:
+        if self._first is None and self._unheard is None and not self._over.is_set():
             try:
                 self._take(self._store.ask(look, answer_s))
             except SilentError as error:
-                return RuntimeError(f"rank {self._store.rank} does not answer: {error}")
+                self._unheard = RuntimeError(f"rank {self._store.rank} does not answer: {error}")
             except RuntimeError as error:
+                said = _without_a_word([self._store.rank], first_line(error))
                 if self._host_left:
-                    return RuntimeError(f"rank {self._store.rank} has ended this run, and others have not")
-                return RuntimeError(_without_a_word([self._store.rank], first_line(error)))
-        return self._first
+                    said = f"rank {self._store.rank} has ended this run, and others have not"
+                self._unheard = RuntimeError(said)
+        return self._known()
+
+    def _known(self) -> RuntimeError | None:
+        """Returns what this rank knows; that the store's host is gone counts where the run cannot go on without it."""
+        ranks = {*self._ranks()}
+        return self._unheard if self._first is None and (not ranks or self._store.rank in ranks) else self._first
 
     def _take(self, record: str | None) -> None:
         if record is not None:

@@ -25,26 +25,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lightning_hetero.transport import sockets
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Alive, Arrived, Ask, Gone, Happened, Joined, Reply, Request, Say
 from lightning_hetero.transport.memory import ServerMemory
 from lightning_hetero.transport.peer import Peer
 from lightning_hetero.transport.progress import work_of
-from lightning_hetero.transport.sockets import (
-    HELLO_BYTES,
-    WireError,
-    check_hello,
-    open_pidfd,
-    peer_credentials,
-    send_now,
-    send_welcome,
-    tcp_door,
-    unix_door,
-)
 
 _log = logging.getLogger(__name__)
 
-_HELLO_S = 10.0  # after which one that has connected and said nothing may be dropped
+_SILENT = 64  # connections that have not said who they are
+_AT_ONCE = 64  # connections that are let in before the workers' requests are looked at
 _LAST_WORDS_S = 2.0  # for bodies that are under way when the server ends
 _READ_BYTES = 1 << 18
 
@@ -82,20 +73,21 @@ class Listener:
         self.near_address = self.far_address = ""
         self._unix_name = ""
         if self._near:
-            door, self._unix_name = unix_door()
+            door, self._unix_name = sockets.unix_door()
             self._doors.append(door)
             self.near_address = f"unix:{self._unix_name}#{self._token.hex()}"
         if elsewhere:
-            self._doors.append(tcp_door(host))
+            self._doors.append(sockets.tcp_door(host))
             self.far_address = f"{host}:{self._doors[-1].getsockname()[1]}#{self._token.hex()}"
         self._bell = os.pipe()
         for end in self._bell:
             os.set_blocking(end, False)
         self._selector: selectors.BaseSelector | None = None
-        self._peers: set[Peer] = set()
+        self._peers: dict[Peer, None] = {}  # in the order in which they have come
         self._workers: dict[int, Peer] = {}
         self._news: deque[tuple[Peer, str | None]] = deque()  # of threads; None: a piece has gone; else how it ended
         self._happened: list[Happened] = []
+        self._refused = set[str]()  # reasons that were told
         self._open = True
 
     # ---- across the fork ----------------------------------------------------------------------------------
@@ -156,7 +148,7 @@ class Listener:
         for peer in list(self._workers.values()):
             if not peer.outbox and peer.busy != "sends":
                 with contextlib.suppress(OSError):
-                    send_now(peer.connection, Reply(kind=Say.FAILED, text=text).pack())
+                    sockets.send_now(peer.connection, Reply(kind=Say.FAILED, text=text).pack())
         return text
 
     def dismiss(self, rank: int, reason: str) -> None:
@@ -182,8 +174,7 @@ class Listener:
             raise RuntimeError("this listener is closed, or detached in favour of a forked server")
         if self._selector is None:
             self._selector = selectors.DefaultSelector()
-            for door in self._doors:
-                self._selector.register(door, selectors.EVENT_READ, lambda door=door: self._accept(door))
+            self._watch_doors(self._selector)
             self._selector.register(self._bell[0], selectors.EVENT_READ, self._answer_bell)
         return self._selector
 
@@ -205,26 +196,37 @@ class Listener:
                 self._take_in(peer)
                 self._flush(peer)
 
+    def _watch_doors(self, selector: selectors.BaseSelector) -> None:
+        for door in self._doors:
+            if door.fileno() not in selector.get_map():
+                selector.register(door, selectors.EVENT_READ, lambda door=door: self._accept(door))
+
     def _accept(self, door: socket.socket) -> None:
-        oldest_s = awake_s() - _HELLO_S
-        for silent in [peer for peer in self._peers if peer.rank is None and peer.since_s < oldest_s]:
-            self._refuse(silent, f"said nothing for {_HELLO_S:g} s")
-        try:
-            connection, _ = door.accept()
-        except OSError:  # gone again already, or no descriptors left: the next event tries again
-            return
-        connection.setblocking(False)
-        pid, uid, local = 0, os.getuid(), connection.family == socket.AF_UNIX
-        if local:
-            pid, uid = peer_credentials(connection)
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = Peer(connection, pid, self._near if local else self.ranks - self._near, self._tell)
-        self._peers.add(peer)
-        if uid != os.getuid():
-            self._refuse(peer, f"user {uid} is not the user {os.getuid()} this server works for")
-        else:
-            self._send(peer, Reply(kind=Say.DONE, text=peer.challenge))
+        """Lets in who has come, several at once: those of other users must not keep ours waiting."""
+        for _ in range(_AT_ONCE):
+            try:
+                connection, pid, uid = sockets.accept_from(door)
+            except (BlockingIOError, ConnectionAbortedError):  # nobody, or gone again already
+                return
+            except OSError:  # no descriptors are left: who has said nothing goes, or nobody comes until somebody goes
+                if not self._make_room(0):
+                    self._started().unregister(door)
+                return
+            near = connection.family == socket.AF_UNIX
+            peer = Peer(connection, pid, self._near if near else self.ranks - self._near, self._tell)
+            self._peers[peer] = None
+            if uid != os.getuid():
+                self._refuse(peer, f"user {uid} is not the user {os.getuid()} this server works for")
+            else:
+                self._make_room(_SILENT)
+                self._send(peer, Reply(kind=Say.DONE, text=peer.challenge))
+
+    def _make_room(self, most: int) -> bool:
+        """Drops those that have not said who they are, the first ones first; returns whether there were any to drop."""
+        silent = [peer for peer in self._peers if peer.rank is None]
+        for peer in silent[: max(0, len(silent) - most)]:
+            self._refuse(peer, "said nothing, and others have come")
+        return len(silent) > most
 
     def _serve(self, peer: Peer, mask: int, *, ended: bool) -> None:
         """Does what a peer's socket or pidfd is ready for."""
@@ -267,16 +269,16 @@ class Listener:
         try:
             while peer in self._peers and peer.fill() and not peer.busy:
                 if peer.rank is None:
-                    if len(peer.inbox) < HELLO_BYTES:
+                    if len(peer.inbox) < sockets.HELLO_BYTES:
                         return
-                    self._greet(peer, check_hello(peer.take(HELLO_BYTES), peer.challenge, self._token))
+                    self._greet(peer, sockets.check_hello(peer.take(sockets.HELLO_BYTES), peer.challenge, self._token))
                     continue
                 if (request := peer.next_request()) is None:
                     return
                 self._request(peer, peer.rank, request)
             self._watch(peer)
         except ValueError as error:
-            self._refuse(peer, str(error) if isinstance(error, WireError) else f"sent what is no request: {error}")
+            self._refuse(peer, str(error) if isinstance(error, sockets.WireError) else f"sent no request: {error}")
 
     def _request(self, peer: Peer, rank: int, request: Request) -> None:
         far = rank not in self._near
@@ -294,15 +296,15 @@ class Listener:
 
     def _greet(self, peer: Peer, rank: int) -> None:
         if rank not in peer.welcome:
-            raise WireError(f"rank {rank} is not one of {sorted(peer.welcome)}, who come this way")
+            raise sockets.WireError(f"rank {rank} is not one of {sorted(peer.welcome)}, who come this way")
         if (old := self._workers.get(rank)) is not None:
             self._drain(old)  # its end may wait to be noticed
             if old in self._peers and not old.has_ended():
-                raise WireError(f"rank {rank} is connected already, from process {old.pid or 'elsewhere'}")
+                raise sockets.WireError(f"rank {rank} is connected already, from process {old.pid or 'elsewhere'}")
             self._drop(old, f"its process {old.pid} has ended")
         peer.rank = rank
         self._workers[rank] = peer
-        if (descriptor := open_pidfd(peer.pid)) is not None:
+        if (descriptor := sockets.open_pidfd(peer.pid)) is not None:
             peer.pidfd = descriptor
             self._started().register(descriptor, selectors.EVENT_READ, peer)
         self._happened.append(Joined(rank))
@@ -313,7 +315,7 @@ class Listener:
             return
         with contextlib.suppress(OSError):  # it is gone: its end will be read
             reply = Reply(kind=Say.DONE, numbers=(*numbers, memory.slot_at[rank]))
-            send_welcome(peer.connection, reply, memory.descriptor)
+            sockets.send_welcome(peer.connection, reply, memory.descriptor)
 
     def _send(self, peer: Peer, reply: Reply) -> None:
         peer.outbox += reply.pack()
@@ -323,7 +325,7 @@ class Listener:
         """Sends what fits; a stopped worker's rest waits in memory, not in our way."""
         try:
             while peer.outbox and peer.busy != "sends":  # not into the middle of that
-                sent = send_now(peer.connection, peer.outbox)
+                sent = sockets.send_now(peer.connection, peer.outbox)
                 del peer.outbox[:sent]
         except BlockingIOError:
             pass
@@ -357,21 +359,25 @@ class Listener:
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         """Says why, and ends the connection."""
-        _log.warning("refused a connection from process %d: %s", peer.pid, reason)
+        if reason not in self._refused:  # whoever comes again and again must not fill the log
+            self._refused.add(reason)
+            _log.warning("refused a connection from process %d, and others like it: %s", peer.pid, reason)
         with contextlib.suppress(OSError):
-            send_now(peer.connection, Reply(kind=Say.FAILED, text=reason).pack())
+            sockets.send_now(peer.connection, Reply(kind=Say.FAILED, text=reason).pack())
         self._drop(peer, f"refused: {reason}")
 
     def _drop(self, peer: Peer, reason: str) -> None:
         if peer not in self._peers:
             return
-        self._peers.remove(peer)
+        del self._peers[peer]
         if self._selector is not None:
             if peer.watched:
                 self._selector.unregister(peer.connection)
             if peer.pidfd is not None:
                 self._selector.unregister(peer.pidfd)
         peer.close()
+        if self._selector is not None and self._open:
+            self._watch_doors(self._selector)  # a descriptor has become free
         if peer.rank is not None:
             del self._workers[peer.rank]
             self.memory.forget(peer.rank)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
 from lightning_hetero.transport.sockets import WireError, payload_size, receive_into, send_all, wait_in_turns
@@ -39,7 +38,6 @@ class Peer:
 
     Attributes:
         challenge: what it has to prove that it knows the run's secret with.
-        since_s: when it connected [s, awake_s].
         inbox, outbox: what was read and not understood yet; what is to be sent.
         busy: what a thread does with the socket: "sends", "receives"; empty: there is none.
         watched: events that the selector looks at the socket for.
@@ -49,7 +47,7 @@ class Peer:
         self, connection: socket.socket, pid: int, welcome: frozenset[int], tell: Callable[[Peer, str | None], None]
     ) -> None:
         self.connection, self.pid, self.welcome, self._tell = connection, pid, welcome, tell
-        self.challenge, self.since_s = secrets.token_hex(16), awake_s()
+        self.challenge = secrets.token_hex(16)
         self.rank: int | None = None
         self.pidfd: int | None = None
         self.inbox = bytearray()

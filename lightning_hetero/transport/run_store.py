@@ -195,7 +195,7 @@ class RunStore:
             " this rank is cut off from the network"
         )
 
-    def reached(self, answer_s: float = 1.0) -> StoreAddress | None:
+    def reached(self, answer_s: float = 3.0) -> StoreAddress | None:
         """Returns its address for a rank that joins; None: its host is gone, or silent for so long."""
         with suppress(RuntimeError):
             self.ask(lambda store: store.get("reached"), answer_s)

@@ -35,6 +35,7 @@ PAYLOAD_LIMIT_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 """Of a large body, what is sent or received at a time; each piece is a sign of life."""
 
+_BACKLOG = 4096  # connections of strangers, whom a busy server is slow to refuse, must not keep workers out
 _HELLO = struct.Struct("<8sIi32s")
 HELLO_BYTES = _HELLO.size
 _MAGIC, _FORMAT = b"lhstale\0", 3
@@ -126,7 +127,7 @@ def unix_door() -> tuple[socket.socket, str]:
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         door.bind(_unix_address(name))
-        door.listen(128)
+        door.listen(_BACKLOG)
         door.setblocking(False)
     except BaseException:
         door.close()
@@ -134,16 +135,36 @@ def unix_door() -> tuple[socket.socket, str]:
     return door, name
 
 
+def accept_from(door: socket.socket) -> tuple[socket.socket, int, int]:
+    """Returns a connection, non-blocking, and pid (0: unknown) and user of who has come.
+
+    Raises:
+        BlockingIOError, ConnectionAbortedError: nobody waits, or has gone again.
+        OSError: no descriptors are left.
+    """
+    connection, _ = door.accept()
+    connection.setblocking(False)
+    if connection.family == socket.AF_UNIX:
+        return connection, *peer_credentials(connection)
+    with contextlib.suppress(OSError):  # gone again already
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection, 0, os.getuid()
+
+
 def connect_to_unix(name: str, timeout_s: float) -> socket.socket:
     """Returns a connection to `unix_door`; raises OSError if nobody listens there."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection, waits = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), Deadline(timeout_s)
     try:
-        connection.settimeout(timeout_s)
-        connection.connect(_unix_address(name))
+        wait_in_turns(connection)
+        while True:
+            try:
+                connection.connect(_unix_address(name))
+                return connection
+            except BlockingIOError:  # others wait there, too
+                waits()
     except BaseException:
         connection.close()
         raise
-    return connection
 
 
 def connect_to_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
@@ -160,9 +181,9 @@ def _unix_address(name: str) -> str:
 def tcp_door(host: str) -> socket.socket:
     """Listens where peers that know ``host`` arrive; on a loopback address nobody else can connect."""
     if host not in ("localhost", "127.0.0.1") and socket.has_dualstack_ipv6():
-        door = socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+        door = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     else:
-        door = socket.create_server(("127.0.0.1" if host in ("localhost", "127.0.0.1") else "", 0), backlog=128)
+        door = socket.create_server(("127.0.0.1" if host in ("localhost", "127.0.0.1") else "", 0), backlog=_BACKLOG)
     door.setblocking(False)
     return door
 

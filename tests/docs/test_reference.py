@@ -26,7 +26,6 @@ from lightning_hetero import (
 )
 from lightning_hetero.balanced import policy as balanced_policy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
-from lightning_hetero.base.removed import REMOVED_OPTIONS
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary
@@ -84,8 +83,8 @@ def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
     group = OmegaConf.to_container(alone, resolve=True)["strategy"]  # type: ignore[index,call-overload]
     ddp = inspect.signature(DistributedDataParallel).parameters
     for name, value in group.items():
-        if name in REMOVED_OPTIONS.get(engine.strategy.__name__, {}):
-            assert value is None, name  # only what is asked for is refused
+        if name == "controller" and name not in engine.parameters:
+            assert value is None  # only what is asked for is refused
         elif name not in ("_target_", "_convert_"):
             assert value == {**ddp, **engine.parameters}[name].default, name
 

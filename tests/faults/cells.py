@@ -88,8 +88,15 @@ def cells() -> Iterator[Cell]:
     for fault in FAULTS.values():
         for engine in fault.engines:
             for launcher in fault.launchers:
-                whole = engine == "balanced" and "out of memory" in fault.name  # one sample cannot be divided
-                yield Cell(engine, launcher, fault, more={"options": {"min_samples": 2}} if whole else {})
+                yield Cell(engine, launcher, fault, more=_more(engine, launcher, fault))
+
+
+def _more(engine: str, launcher: str, fault: Fault) -> dict[str, Any]:
+    if engine == "balanced" and "out of memory" in fault.name:  # one sample cannot be divided
+        return {"options": {"min_samples": 2}}
+    if launcher == "SLURM" and "import_s" in fault.asked:  # torch waits twice for who never comes
+        return {"timeout_s": TIMEOUT_S / 3}
+    return {}
 
 
 QUICK = (

@@ -20,6 +20,9 @@ from tests.faults.cells import Cell
 from tests.faults.job import unix_sockets
 
 
+GRACE_S = 20.0  # what children have to end when the processes that were started by hand have
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """Returns what a process noted there."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -106,7 +109,7 @@ def not_requeued(folder: Path) -> list[str]:
 # ---- what outlives a run --------------------------------------------------------------------------------------------
 
 
-def outlived(folder: Path, port: int, grace_s: float = 20.0) -> list[str]:
+def outlived(folder: Path, port: int, grace_s: float = GRACE_S) -> list[str]:
     """Returns processes, ports, and shared memory that are left; kills what it can.
 
     Args:
@@ -190,4 +193,12 @@ def unreadable(trace: Path) -> list[str]:
 
 def not_told_apart(folder: Path, jobs: int) -> list[str]:
     """Returns whether the traces of jobs that ran at once in a folder are mixed."""
-    return []
+    runs = {line.get("run") for path in (folder / "hetero").glob("rank*.jsonl") for line in lines(path)}
+    if len(runs) != jobs or None in runs:
+        return [f"{jobs} jobs wrote traces into one folder, whose lines are of the runs {sorted(map(str, runs))}"]
+    found = []
+    for run in sorted(filter(None, runs)):
+        steps = Counter((e.rank, e.epoch, e.step) for e in read_events(folder / "hetero", run=run) if e.kind == "step")
+        if not steps or max(steps.values()) > 1:
+            found.append(f"run {run} has steps {steps.most_common(3)}")
+    return found

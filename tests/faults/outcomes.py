@@ -122,7 +122,7 @@ def _server(cell: Cell) -> Expected:
 
 
 def _silent_server(cell: Cell) -> Expected:
-    return Expected("ended", within_s=SOON_S + cell.asked["timeout_s"], cause=r"server \(pid \d+\)")
+    return Expected("ended", within_s=SOON_S + cell.asked["timeout_s"], cause=r"parameter server \((?:process|pid) \d+\)")
 
 
 def _terminated(cell: Cell) -> Expected:

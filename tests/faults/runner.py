@@ -193,6 +193,10 @@ class _Watch:
                 break
             time.sleep(0.02)
         self.ended_s = time.time()
+        while not self.hung and self.job.pids() and time.time() - self.ended_s < observe.GRACE_S:
+            time.sleep(0.02)
+        if not self.hung:
+            self.ended_s = time.time()
 
     def _act(self, now_s: float, pid: int) -> None:
         """Does what a fault needs from outside, now or later; ``pid`` is whom it has met."""

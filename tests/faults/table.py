@@ -102,7 +102,7 @@ def _of_everything() -> Iterator[Fault]:
     yield Fault("two jobs in one folder", {"trace": ""}, launchers=("script",), jobs=2)
     first = {"place": "Model.configure_callbacks", "call": 1, "import_s": IMPORT_S, "timeout_s": 3 * TIMEOUT_S}
     yield Fault("SIGKILL of rank 0 while others import", {"kind": "kill", **first}, hit=(0,), gone=(0,))
-    yield Fault("exception in rank 0 while others import", {"kind": "exception", **first}, hit=(0,),
+    yield Fault("rank 0 raises while others import", {"kind": "exception", **first}, hit=(0,),
                 launchers=(*OURS, "torchrun"))  # fmt: skip
 
 

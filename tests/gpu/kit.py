@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from lightning_hetero import AutoStrategy
-from lightning_hetero.data import ShuffledOrder
+from lightning_hetero.data.order import ShuffledOrder
 from tests.gpu.ranks import CardEnvironment, SharedCards
 from tests.ranks.federated.kit import federated
 from tests.ranks.kit import Weights, balanced, quiet_trainer, regression, stale

@@ -22,9 +22,10 @@ from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.base.own_data import check_own_batches, indexed
 from lightning_hetero.callbacks.work import BatchCost
-from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
+from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of

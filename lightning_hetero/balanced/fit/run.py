@@ -26,7 +26,7 @@ from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
-from lightning_hetero.data import Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends

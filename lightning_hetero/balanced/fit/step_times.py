@@ -6,7 +6,7 @@ from collections import deque
 
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.base.run import EventLog
-from lightning_hetero.data import Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.host_load import HostLoad

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lightning_hetero.data import Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.types import LossReduction
 
 

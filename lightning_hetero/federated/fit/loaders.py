@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder, SharedSettings
-from lightning_hetero.data import IndivisibleError, LoaderSpec, inspect_loader
 from lightning_hetero.data.copies import fed_copy, users_own
+from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, inspect_loader
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnFeed, OwnOrder
 from lightning_hetero.transport.side_channel import SideChannel

@@ -8,12 +8,13 @@ from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any
 
+from lightning_hetero.checked import mapping
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row
 from lightning_hetero.types import AffineCost, Cluster, Event, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
-_TIMES = ("forward", "backward")
+_TIMES, _PARTS = ("forward", "backward"), ("layers", "before", "head")
 
 
 def layer_to_plain(layer: LayerCost) -> dict[str, Any]:
@@ -29,14 +30,10 @@ def layer_from_plain(plain: Mapping[str, Any]) -> LayerCost:
         TypeError: not a mapping.
         ValueError: a key is missing or unknown, or a value out of its range.
     """
-    _check_mapping("a layer of the profile", plain)
-    wanted = {f.name for f in fields(LayerCost)}
-    if set(plain) != wanted:
-        message = f"a layer has the keys {sorted(plain)}, expected {sorted(wanted)}"
-        raise ValueError(f"{message}: was it written by another version?")
-    read: dict[str, Any] = dict(plain)
+    wanted = [f.name for f in fields(LayerCost)]
+    read = mapping("a layer of the profile", plain, wanted, needed=wanted)
     for name in _TIMES:
-        fixed_s, per_sample_s = plain[name]
+        fixed_s, per_sample_s = read[name]
         read[name] = AffineCost(fixed_s=fixed_s, per_sample_s=per_sample_s)
     return LayerCost(**read)
 
@@ -59,19 +56,11 @@ def model_from_plain(plain: Mapping[str, Any] | ModelCost) -> ModelCost:
     """
     if isinstance(plain, ModelCost):
         return plain
-    _check_mapping("profile", plain)
-    if missing := {"layers", "before", "head"} - set(plain):
-        raise ValueError(f"a model's cost lacks {sorted(missing)}: was it written by another version?")
+    given = mapping("profile", plain, _PARTS, needed=_PARTS)
+    layers, before, head = (given[name] for name in _PARTS)
     return ModelCost(
-        layers=tuple(layer_from_plain(layer) for layer in plain["layers"]),
-        before=layer_from_plain(plain["before"]),
-        head=layer_from_plain(plain["head"]),
+        layers=tuple(map(layer_from_plain, layers)), before=layer_from_plain(before), head=layer_from_plain(head)
     )
-
-
-def _check_mapping(what: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{what}={value!r} must be a mapping as model_to_plain writes it, or a ModelCost")
 
 
 def recorded(events: Iterable[Event]) -> tuple[Cluster, ModelCost | None] | None:

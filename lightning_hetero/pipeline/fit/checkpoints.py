@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_hetero.base.checks import naming_damage
+from lightning_hetero.base.checks import naming_damage, naming_full_disk
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
@@ -90,7 +90,8 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         if type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None or not is_local(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
-            save_streamed(checkpoint, filepath)
+            with naming_full_disk(filepath):
+                save_streamed(checkpoint, filepath)
         if run is not None and run.failed and whole is not None:
             torch.distributed.barrier(group=whole.group)  # as long as another one lives, rank 0 can write
 

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
-from lightning_hetero.data import Channel, Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout
+from lightning_hetero.data.order import Channel
 from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
 from lightning_hetero.pipeline.decide.replanning import Position
 from lightning_hetero.solvers.scale import scale_shares

@@ -27,7 +27,7 @@ from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
-from lightning_hetero.data import Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.decide.replanning import (
     BatchReport,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.data import Part
+from lightning_hetero.data.batches import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
 from lightning_hetero.pipeline.fit.gradients import GradientsAside

@@ -8,18 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from lightning_hetero.record.run import RecordedRun, named
-from lightning_hetero.report.page.charts import (
-    Bar,
-    Line,
-    Span,
-    bars,
-    heat_map,
-    legend,
-    lines,
-    rank_kind,
-    ratio_cell,
-    time_lines,
-)
+from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element, joined
 from lightning_hetero.report.page.views import Drawn, table
@@ -46,10 +35,10 @@ def pipeline(facts: RunFacts) -> Drawn:
     if found.plan.total_s > 0:
         answer += f", planned were {milliseconds(found.plan.total_s)}"
     if known:
-        body += element("p", "Own work over what was planned for it; full colour from 1.5 on:") + heat_map(
+        body += element("p", "Own work over what was planned for it; full colour from 1.5 on:") + charts.heat_map(
             [f"group {i}" for i in range(len(groups))],
             [f"stage {i}" for i in range(max(map(len, found.stages)))],
-            [[ratio_cell(s.ratio, f"rank {s.rank}: {s.ratio:.2f}") for s in group] for group in found.stages],
+            [[charts.ratio_cell(s.ratio, f"rank {s.rank}: {s.ratio:.2f}") for s in group] for group in found.stages],
             label="stages beside their plan",
         )
         ratio, at, stage = max(known, key=lambda one: one[0])
@@ -76,10 +65,10 @@ def _schedule(found: PipelineFacts, number: int) -> Markup:
     if schedule is None:
         no = "Layers were not measured, so there is no schedule to draw."
         return element("p", f"Group {number}: {samples} samples. {no}")
-    rows: list[tuple[str, Sequence[Span]]] = []
+    rows: list[tuple[str, Sequence[charts.Span]]] = []
     for device, stage in enumerate(found.stages[number]):
         spans = [
-            Span(
+            charts.Span(
                 start_s=start_s,
                 end_s=end_s,
                 kind=_KINDS.get(op.kind.value, "work"),
@@ -90,8 +79,8 @@ def _schedule(found: PipelineFacts, number: int) -> Markup:
         ]
         rows.append((f"rank {stage.rank}", spans))
     told = f"{percent(bubble(schedule))} of its devices' time is bubble, as planned"
-    keys = legend([("work", "forward"), ("r2", "head"), ("r1", "backward")])
-    drawing = time_lines(rows, end_s=schedule.makespan_s, label="schedule of a group")
+    keys = charts.legend([("work", "forward"), ("r2", "head"), ("r1", "backward")])
+    drawing = charts.time_lines(rows, end_s=schedule.makespan_s, label="schedule of a group")
     return element("p", f"Group {number}: {samples} samples; {told}:") + keys + drawing
 
 
@@ -112,9 +101,9 @@ def staleness(facts: RunFacts) -> Drawn:
     parts = [100.0 * ages.get(age, 0.0) / total for age in range(last)]
     parts.append(100.0 * math.fsum(n for age, n in ages.items() if age >= last) / total)
     names = [f"{age}{'+' if age == last < max(ages) else ''} versions" for age in range(last + 1)]
-    body = element("p", "% of the samples by how many versions old their parameters were:") + bars(
+    body = element("p", "% of the samples by how many versions old their parameters were:") + charts.bars(
         [
-            Bar(name=name, parts=[("work", part)], text=f"{part:.3g} %" + (" (bound)" if bound == age else ""))
+            charts.Bar(name=name, parts=[("work", part)], text=f"{part:.3g} %" + (" (bound)" if bound == age else ""))
             for age, (name, part) in enumerate(zip(names, parts, strict=True))
         ],
         label="samples by staleness",
@@ -145,10 +134,10 @@ def budget(facts: RunFacts) -> Drawn:
         return "No controller with a budget took part in this run.", Markup()
     names = list(dict.fromkeys(name for _, queues in run.queues for name in queues))
     x = [float(at) for at, _ in run.queues]
-    body = legend([(rank_kind(i), name) for i, name in enumerate(names)]) + lines(
+    body = charts.legend([(charts.rank_kind(i), name) for i, name in enumerate(names)]) + charts.lines(
         [
-            Line(name=name, kind=rank_kind(i), x=x, y=[queues.get(name, math.nan) for _, queues in run.queues])
-            for i, name in enumerate(names)
+            charts.Line(name=n, kind=charts.rank_kind(i), x=x, y=[held.get(n, math.nan) for _, held in run.queues])
+            for i, n in enumerate(names)
         ],
         label="virtual queue of each budget",
         x_name="step",
@@ -182,9 +171,9 @@ def compare(facts: RunFacts) -> Drawn:
         rows.append([name, _number(a), _number(b), told or "-", better])
         if told and not body:
             answer = f"B takes {percent(abs(change))} {'less' if change < 0 else 'more'} time per sample than A."
-            drawn = [Bar(name=run, parts=[(kind, s)], text=f"{s:.3g} s") for run, kind, s in
+            drawn = [charts.Bar(name=run, parts=[(kind, s)], text=f"{s:.3g} s") for run, kind, s in
                      (("A", "r0", a), ("B", "r1", b))]  # fmt: skip
-            body = bars(drawn, label="time per 1,000 samples")
+            body = charts.bars(drawn, label="time per 1,000 samples")
     head = ["", f"A: {facts.run.name}", f"B: {facts.other.name}", "change", ""]
     return answer, body + table(head, rows) if rows else Markup()
 

@@ -12,19 +12,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from lightning_hetero.record.run import RecordedRun, RunChange, RunStep
-from lightning_hetero.report.page.charts import (
-    Bar,
-    Cell,
-    Line,
-    Span,
-    bars,
-    heat_map,
-    legend,
-    lines,
-    rank_kind,
-    ratio_cell,
-    time_lines,
-)
+from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.spent import StepStage, StepStages, of_known, spent_in
@@ -73,23 +61,23 @@ def timeline(facts: RunFacts) -> Drawn:
     first = min(int(0.75 * len(steps)), max(0, len(steps) - _STEPS))
     chosen = steps[first : first + _STEPS]
     begin_s = min(turn.begin_s for turn in chosen[0].turns.values())
-    actual: dict[int, list[Span]] = {rank: [] for rank in facts.ranks}
-    ideal, now_s = list[Span](), 0.0
+    actual: dict[int, list[charts.Span]] = {rank: [] for rank in facts.ranks}
+    ideal, now_s = list[charts.Span](), 0.0
     for step, spent in zip(chosen, spent_in(run, chosen), strict=True):
         for rank in facts.ranks:
             turn, own = step.turns[rank], spent[rank]
             at_s = turn.begin_s - begin_s
             tip = f"step {step.index}, rank {rank}: {turn.samples:g} samples, {milliseconds(own.compute_s)} of work"
             for kind, seconds in (("work", own.compute_s), ("idle", own.idle_s), ("exchange", own.exchange_s)):
-                actual[rank].append(Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))
+                actual[rank].append(charts.Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))
                 at_s += seconds
         work_s, exchange_s = ideal_s(run, step, min(own.exchange_s for own in spent.values()))
-        ideal.append(Span(start_s=now_s, end_s=now_s + work_s, kind="work"))
-        ideal.append(Span(start_s=now_s + work_s, end_s=now_s + work_s + exchange_s, kind="exchange"))
+        ideal.append(charts.Span(start_s=now_s, end_s=now_s + work_s, kind="work"))
+        ideal.append(charts.Span(start_s=now_s + work_s, end_s=now_s + work_s + exchange_s, kind="exchange"))
         now_s += work_s + exchange_s
     end_s = max(now_s, *(span.end_s for spans in actual.values() for span in spans))
     rows = [(f"rank {rank}", spans) for rank, spans in actual.items()]
-    drawing = time_lines(
+    drawing = charts.time_lines(
         [*rows, ("ideal, each", ideal)],
         end_s=end_s,
         label="time lines of ranks, actual and ideal",
@@ -100,7 +88,7 @@ def timeline(facts: RunFacts) -> Drawn:
         f"{len(chosen)} steps took {milliseconds(end_s)}; {ideal_is}"
         f" {milliseconds(now_s)}. Epoch {chosen[0].epoch} from step {chosen[0].index} on.{facts.shown}"
     )
-    return answer, legend(_SPENT) + drawing
+    return answer, charts.legend(_SPENT) + drawing
 
 
 def ideal_s(run: RecordedRun, step: RunStep, exchange_s: float) -> tuple[float, float]:
@@ -118,23 +106,23 @@ def ideal_s(run: RecordedRun, step: RunStep, exchange_s: float) -> tuple[float, 
 def spent(facts: RunFacts) -> Drawn:
     """Work, exchange and waiting of each rank, and for whom."""
     run, waiting = facts.run, facts.waiting
-    rows: list[Bar] = []
+    rows: list[charts.Bar] = []
     for rank in facts.ranks:
         own = waiting.ranks[rank]
         parts = [("work", own.compute_s), ("exchange", own.exchange_s), ("idle", own.idle_s), ("cell", own.rest_s)]
         tip = f"work {own.compute_s:.2f} s, exchange {own.exchange_s:.2f} s, waiting {own.idle_s:.2f} s"
         part = own.idle_s / own.total_s if own.total_s > 0 else 0.0
-        rows.append(Bar(name=f"rank {rank}", parts=parts, text=f"{percent(part)} waiting", tip=tip))
-    body = legend([*_SPENT, ("cell", "at rest, as decided")] if waiting.total.rest_s > 0 else _SPENT)
-    body += bars(rows, label="seconds of each rank by what they went into")
+        rows.append(charts.Bar(name=f"rank {rank}", parts=parts, text=f"{percent(part)} waiting", tip=tip))
+    body = charts.legend([*_SPENT, ("cell", "at rest, as decided")] if waiting.total.rest_s > 0 else _SPENT)
+    body += charts.bars(rows, label="seconds of each rank by what they went into")
     what = "a bubble of the pipeline, or a slower stage" if run.staged else "a slower rank"
     waited, exchange = percent(waiting.waited), percent(waiting.exchange)
     answer = f"{waited} of all ranks' time is waiting for {what}, {exchange} exchange."
     blamed, part = waiting.caused
     if blamed >= 0 and waiting.waited > 0.005:
         caused = [(rank, waiting.caused_s[rank]) for rank in facts.ranks]
-        body += element("p", "Waiting of the others while this rank was the slowest of a step:") + bars(
-            [Bar(name=f"rank {rank}", parts=[("idle", seconds)], text=f"{seconds:.1f} s") for rank, seconds in caused],
+        body += element("p", "Waiting of the others while this rank was the slowest of a step:") + charts.bars(
+            [charts.Bar(name=f"rank {rank}", parts=[("idle", s)], text=f"{s:.1f} s") for rank, s in caused],
             label="waiting that each rank caused",
         )
         answer += f" {percent(part)} of the waiting was for rank {blamed}."
@@ -147,16 +135,17 @@ def stages(facts: RunFacts) -> Drawn:
     assert times is not None
     names = stage_names(run)
     parts = [times.part(stage) for stage in times.stages]
-    last = [None if math.isnan(p) else Cell(text=percent(p), kind="idle", strength=0.0, tip=percent(p)) for p in parts]
+    told = {part: percent(part) for part in parts if not math.isnan(part)}
+    last = [charts.Cell(text=told[p], kind="idle", strength=0.0, tip=told[p]) if p in told else None for p in parts]
     answer = stage_answer(times, names)
-    drawing = heat_map(
+    drawing = charts.heat_map(
         [*(f"rank {rank}" for rank in facts.ranks), "part"],
         [names[stage.kind] for stage in times.stages],
         [*([_stage_cell(times, stage, rank, names) for stage in times.stages] for rank in facts.ranks), last],
         label=f"time of each rank by stage of a step, in milliseconds. {answer}",
     )
     beside = "planned, beside the others" if run.staged else "the ranks' median"
-    body = legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
+    body = charts.legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
     body += element("p", *(element("b", names[s.kind]) + f": {_HOLDS[s.kind]}. " for s in times.stages))
     body += element(
         "p",
@@ -166,18 +155,18 @@ def stages(facts: RunFacts) -> Drawn:
     return answer + facts.shown, body
 
 
-def _stage_cell(times: StepStages, stage: StepStage, rank: int, names: Mapping[str, str]) -> Cell | None:
+def _stage_cell(times: StepStages, stage: StepStage, rank: int, names: Mapping[str, str]) -> charts.Cell | None:
     seconds, ratio = stage.seconds[rank], stage.ratios[rank]
     if math.isnan(seconds):
         return None
     tip, text = f"rank {rank}, {names[stage.kind]}: {milliseconds(seconds)}", _short_ms(seconds)
     if stage.kind == "waiting":  # by its part of a step: the rank that waits is not the slow one
         part = min(1.0, seconds / times.step_s) if times.step_s > 0.0 else 0.0
-        return Cell(text=text, kind="idle", strength=part, tip=f"{tip}, {percent(part)} of a step")
+        return charts.Cell(text=text, kind="idle", strength=part, tip=f"{tip}, {percent(part)} of a step")
     if not math.isfinite(ratio):
-        return Cell(text=text, kind="hot", strength=0.0 if math.isnan(ratio) else 1.0, tip=tip)
+        return charts.Cell(text=text, kind="hot", strength=0.0 if math.isnan(ratio) else 1.0, tip=tip)
     tip += f", {ratio:.2f} times the median" + (" of what was planned" if stage.expected else "")
-    return ratio_cell(ratio, tip, text)
+    return charts.ratio_cell(ratio, tip, text)
 
 
 def _short_ms(seconds: float) -> str:
@@ -195,12 +184,12 @@ def scores(facts: RunFacts) -> Drawn:
     if found is None:
         return "Stages differ in what an item costs them: see the pipeline's stages.", Markup()
     ranks, columns = facts.ranks, [str(first) for first in found.first]
-    drawing = heat_map(
+    drawing = charts.heat_map(
         [f"rank {rank}" for rank in ranks],
         columns,
         [
-            [ratio_cell(v, f"rank {rank}, {at}: {v:.2f}") for at, v in zip(columns, found.others[rank], strict=True)]
-            for rank in ranks
+            [charts.ratio_cell(v, f"rank {r}, {at}: {v:.2f}") for at, v in zip(columns, found.others[r], strict=True)]
+            for r in ranks
         ],
         label="seconds per item of each rank over time, beside the ranks' median",
         x_name="step",
@@ -228,8 +217,8 @@ def what_if(facts: RunFacts) -> Drawn:
         return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", Markup()
     known = {n: s for n, s in what.engines.items() if not (math.isnan(s) or n == what.engine == "pipeline")}
     rows = [("as it was", "idle", what.measured_s), *((_short(name), "work", s) for name, s in known.items())]
-    body = element("p", f"A global batch of {what.samples} samples:") + bars(
-        [Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
+    body = element("p", f"A global batch of {what.samples} samples:") + charts.bars(
+        [charts.Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
         label="time of a batch by engine",
     )
     answer = gain_text(what)
@@ -238,8 +227,8 @@ def what_if(facts: RunFacts) -> Drawn:
         top = max(gains, key=lambda rank: gains[rank])
         like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
         if gains[top] > 0.005:
-            body += element("p", f"Saved under the same engine, if this rank were as fast as {like}:") + bars(
-                [Bar(name=f"rank {r}", parts=[("work", 100.0 * g)], text=percent(g)) for r, g in gains.items()],
+            body += element("p", f"Saved under the same engine, if this rank were as fast as {like}:") + charts.bars(
+                [charts.Bar(name=f"rank {r}", parts=[("work", 100.0 * g)], text=percent(g)) for r, g in gains.items()],
                 label="saved by a mended rank",
             )
         mended = f" Rank {top}, mended, would save {percent(gains[top])}."
@@ -248,9 +237,9 @@ def what_if(facts: RunFacts) -> Drawn:
         taken = {"ddp": [one.ddp_s for one in what.dropped], what.beside: [one.engine_s for one in what.dropped]}
         count = [float(len(one.ranks)) for one in what.dropped]
         body += element("p", "The same global batch without the slowest 0, 1, 2, … cards (memory is not looked at):")
-        body += legend([(f"r{i}", _short(name)) for i, name in enumerate(taken)]) + lines(
+        body += charts.legend([(f"r{i}", _short(name)) for i, name in enumerate(taken)]) + charts.lines(
             [
-                Line(name=_short(name), kind=f"r{i}", x=count, y=[1e3 * value for value in seconds], dots=True)
+                charts.Line(name=_short(name), kind=f"r{i}", x=count, y=[1e3 * value for value in seconds], dots=True)
                 for i, (name, seconds) in enumerate(taken.items())
             ],
             label="time of a batch by cards dropped",
@@ -287,9 +276,9 @@ def shares(facts: RunFacts) -> Drawn:
     order = sorted(range(run.ranks), key=lambda rank: -samples[-1][rank])
     ranks = sorted(set(order[:4] + order[-4:]))
     x = [float(number) for number in run.full]
-    body = legend([(rank_kind(rank), f"rank {rank}") for rank in ranks]) + lines(
+    body = charts.legend([(charts.rank_kind(rank), f"rank {rank}") for rank in ranks]) + charts.lines(
         [
-            Line(name=f"rank {rank}", kind=rank_kind(rank), x=x, y=[float(one[rank]) for one in samples])
+            charts.Line(name=f"rank {rank}", kind=charts.rank_kind(rank), x=x, y=[float(one[rank]) for one in samples])
             for rank in ranks
         ],
         label="samples per rank over the steps",

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
 
-from lightning_hetero.data import GlobalBatchSampler, PooledBatches, PooledRanks, SamplerOrder, ShuffledOrder
-from lightning_hetero.data.order import ContinuedOrder
+from lightning_hetero.data.batches import GlobalBatchSampler
+from lightning_hetero.data.order import ContinuedOrder, SamplerOrder, ShuffledOrder
+from lightning_hetero.data.pooled import PooledBatches, PooledRanks
 from tests.pure.predictors.simulated import (
     FakeChannel,
     Meeting,

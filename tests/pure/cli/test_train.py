@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_hetero.cli.report import read_result
-from lightning_hetero.cli.train import CONF, FitClock, new_folder, recorded_run, say
+from lightning_hetero.cli.report import read_if_there, read_result
+from lightning_hetero.cli.train import CONF, FitClock, new_folder, say
+from lightning_hetero.record import read_events
 from tests.full_disk import full_at
-from tests.pure.report.kit import written
 
 
 def test_jobs_that_start_at_once_make_different_folders(tmp_path: Path) -> None:
@@ -57,12 +57,9 @@ def test_a_result_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    assert recorded_run(tmp_path / "none") is None
+    assert read_if_there(tmp_path / "none", read_events) is None
     with pytest.warns(UserWarning, match="is left out, it cannot be read: no trace at"):
-        assert recorded_run(tmp_path) is None
-    written(tmp_path / "events", [[(4, 1.0, 0.0)]])
-    found = recorded_run(tmp_path / "events")
-    assert found is not None and found.batches == 1
+        assert read_if_there(tmp_path, read_events) is None
 
 
 def test_the_clock_goes_on_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

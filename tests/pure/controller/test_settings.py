@@ -52,16 +52,16 @@ def test_budgets_are_read_by_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"v": 0}, r"v=0\) must be a finite number > 0"),
+        ({"v": 0}, r"v=0 must be a finite number > 0"),
         ({"v": "much"}, "v='much'"),
-        ({"bank": -1}, r"bank=-1\) must be a finite number >= 0"),
-        ({"rest_cost": 2}, r"rest_cost=2\) must be a finite number >= 0 and <= 1"),
-        ({"budget": {"money": 1}}, r"unknown keys \['money'\]; known: money_per_sample"),
-        ({"budget": {"money_per_sample": 0}}, r"budget.money_per_sample=0\) must be a finite number > 0"),
-        ({"prices": []}, r"prices=\[\]\) must be a number, or one per rank"),
+        ({"bank": -1}, r"bank=-1 must be a finite number >= 0"),
+        ({"rest_cost": 2}, r"rest_cost=2 must be a finite number >= 0 and <= 1"),
+        ({"budget": {"money": 1}}, r"unknown keys \[.money.\]: it takes money_per_sample"),
+        ({"budget": {"money_per_sample": 0}}, r"budget.money_per_sample=0 must be a finite number > 0"),
+        ({"prices": []}, r"prices=\[\] must be a number, or one per rank"),
         ({"prices": [1, -1]}, r"prices\[1\]=-1"),
-        ({"look_every": 0}, r"look_every=0\) must be a whole number >= 1"),
-        ({"recheck": 1.5}, r"recheck=1.5\) must be a whole number"),
+        ({"look_every": 0}, r"look_every=0 must be a whole number >= 1"),
+        ({"recheck": 1.5}, r"recheck=1.5 must be a whole number"),
     ],
 )
 def test_bad_values_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -73,11 +73,6 @@ def test_bad_values_are_named(arguments: dict[str, Any], message: str) -> None:
 def test_bad_types_are_named(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name}={value}"):
         LyapunovController(**{name: value})
-
-
-def test_settings_that_went_say_so() -> None:
-    with pytest.raises(TypeError, match=r"candidates=...\) is a constant now"):
-        LyapunovController(candidates=9)  # type: ignore[call-arg]
 
 
 def test_numbers_by_rank_must_be_as_many_as_ranks() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from lightning_hetero.data import GlobalBatchSampler, ShuffledOrder
+from lightning_hetero.data.batches import GlobalBatchSampler
+from lightning_hetero.data.order import ShuffledOrder
 from tests.pure.predictors.simulated import any_split, cut, epoch_of, simulate, together
 
 sizes = st.integers(1, 60)

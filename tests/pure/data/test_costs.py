@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.data import ShuffledOrder
 from lightning_hetero.data.costs import SampleCosts, costs_digest, costs_in
+from lightning_hetero.data.order import ShuffledOrder
 from tests.pure.predictors.simulated import any_split, cut, simulate, together
 
 

@@ -23,14 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_hetero.data import (
-    GlobalBatchSampler,
-    Part,
-    ShuffledOrder,
-    inspect_loader,
-    rebatched_loader,
-)
-from lightning_hetero.data.batches import Split
+from lightning_hetero.data.batches import GlobalBatchSampler, Part, Split
+from lightning_hetero.data.loader import inspect_loader, rebatched_loader
+from lightning_hetero.data.order import ShuffledOrder
 from tests.pure.predictors.simulated import any_split
 
 seeds = st.integers(0, 2**31)

@@ -44,7 +44,7 @@ def test_groups_stay_whole() -> None:
     [
         (lambda: partition_by_labels(LABELS, 0), "clients=0 must be a whole number >= 1"),
         (lambda: partition_by_labels(LABELS, 4, alpha=0), "alpha=0 must be a finite number > 0"),
-        (lambda: partition_by_labels(LABELS, 4, least=200), "least=200 must be a whole number >= 0"),
+        (lambda: partition_by_labels(LABELS, 4, least=200), "least=200 for each of 4 clients is more than the"),
         (lambda: partition_by_labels(LABELS, 8, alpha=0.01, least=60), "in 1000 drawings some client always had"),
         (lambda: partition_by_group(["a", "b"], 3), "must be at most the number of groups, which is 2"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from lightning_hetero.data import inspect_loader
+from lightning_hetero.data.loader import inspect_loader
 from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder
 
 

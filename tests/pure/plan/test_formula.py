@@ -46,7 +46,7 @@ def test_layers_of_a_known_total() -> None:
     [
         ([], TypeError, "must be a mapping"),
         ({"kind": "cnn"}, ValueError, "formula.kind='cnn' must be one of transformer, layers"),
-        ({**GPT2, "depth": 3}, ValueError, r"unknown keys \['depth'\]: kind=transformer takes"),
+        ({**GPT2, "depth": 3}, ValueError, r"kind=transformer has unknown keys \['depth'\]: it takes kind, layers"),
         ({"kind": "transformer", "layers": 2}, ValueError, r"lacks \['width', 'window', 'flops_per_s'\]"),
         ({**GPT2, "width": 0}, ValueError, "formula.width=0 must be a finite number > 0"),
         ({**GPT2, "flops_per_s": "fast"}, ValueError, "formula.flops_per_s='fast' must be"),

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lightning_hetero.data import EpochOrder, GlobalBatchSampler, Part
-from lightning_hetero.data.batches import Split
+from lightning_hetero.data.batches import GlobalBatchSampler, Part, Split
+from lightning_hetero.data.order import EpochOrder
 
 T = TypeVar("T")
 

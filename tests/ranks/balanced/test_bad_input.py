@@ -67,8 +67,6 @@ def test_post_local_sgd_is_refused_with_the_reason() -> None:
 def test_a_policy_and_its_settings_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="either a whole policy, or predictor and dead_band"):
         LoadBalancedStrategy(policy=BalancePolicy(), dead_band=0.1)
-    with pytest.raises(ValueError, match=r"no longer has policy='tuning'"):
-        LoadBalancedStrategy(policy="tuning")
     assert LoadBalancedStrategy(policy="predictive", dead_band=0.1).policy.dead_band == 0.1
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
-from lightning_hetero.data import ShuffledOrder
 from lightning_hetero.data.assigned import SampleSource, assigned_loader
+from lightning_hetero.data.order import ShuffledOrder
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks

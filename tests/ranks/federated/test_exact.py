@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.data import ShuffledOrder
+from lightning_hetero.data.order import ShuffledOrder
 from lightning_hetero.federated.policy import FedAvg, FedAvgM
 from tests.ranks.federated.kit import EXACT, SAMPLES, Plain, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks

@@ -31,7 +31,6 @@ from tests.ranks.pipeline.variants import Branched, TwoCalls
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 must be a whole number >= 1"),
         ({"max_groups": 1.5}, ValueError, "max_groups=1.5 must be"),
         ({"depth": "deep"}, ValueError, "depth='deep' must be one of"),
-        ({"carrier": "auto"}, TypeError, "no longer has carrier=: training steps are suspended as greenlets"),
         ({"stream": "own"}, ValueError, "stream='own' must be one of"),
     ],
 )

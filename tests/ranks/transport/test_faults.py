@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -303,20 +305,82 @@ def test_a_worker_gone_mad_is_shown_the_door(kind: str, then: bytes, reason: str
 
 def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_place("shared_memory") as place, undisturbed(place):
-        monkeypatch.setattr(listeners, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+        monkeypatch.setattr(sockets, "peer_credentials", lambda connection: (1, os.getuid() + 1))
         (answer,), events = visit(place, b"")
         monkeypatch.undo()
         assert f"user {os.getuid() + 1} is not the user" in answer.text and events == []
 
 
-def test_who_says_nothing_is_dropped_when_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_place("shared_memory") as place, socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(place.address.partition("#")[0].removeprefix("unix:").replace("@", "\0"))
+def reached(place: Place) -> socket.socket:
+    """Returns a connection to the listener on which nothing has been said."""
+    at, _, port = place.address.partition("#")[0].rpartition(":")
+    if at == "unix":
+        return sockets.connect_to_unix(port, 5.0)
+    return sockets.connect_to_tcp(at, int(port), 5.0)
+
+
+def said(silent: socket.socket) -> bytes:
+    """Returns what the listener says until it ends the connection."""
+    silent.settimeout(5.0)
+    return b"".join(iter(lambda: silent.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_those_that_say_nothing_the_first_ones_go_when_others_come(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "_SILENT", 2)
+    with open_place(kind) as place, undisturbed(place), ExitStack() as stack:
+        silent = [stack.enter_context(reached(place)) for _ in range(3)]
         assert place.listener.events(0.02) == []
-        monkeypatch.setattr(listeners, "_HELLO_S", 0.0)
+        assert b"said nothing" in said(silent[0])
+        assert len(place.listener._peers) == 2 + 1  # and the worker that is undisturbed
         visit(place, lambda challenge, token: sockets.hello(7, challenge, token))
-        said = b"".join(iter(lambda: silent.recv(1 << 16), b""))
-        assert b"said nothing" in said
+        assert b"said nothing" in said(silent[1])
+
+
+def test_connections_of_other_users_put_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listeners, "_SILENT", 1)
+    with open_place("shared_memory") as place, undisturbed(place), ExitStack() as stack:
+        ours = stack.enter_context(reached(place))
+        assert place.listener.events(0.02) == []
+        monkeypatch.setattr(sockets, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+        strangers = [stack.enter_context(reached(place)) for _ in range(5)]
+        assert place.listener.events(0.02) == []
+        assert all(b"is not the user" in said(stranger) for stranger in strangers)
+        ours.setblocking(False)
+        assert ours.recv(1 << 16)  # the challenge, and no end
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+    assert len([record for record in caplog.records if "is not the user" in record.message]) == 1
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_without_descriptors_the_server_neither_spins_nor_dies(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_place("shared_memory") as place, undisturbed(place), ExitStack() as stack:
+        worker = place.start(1, called_thrice)
+        place.until(Joined(1), Arrived)
+        kept = [stack.enter_context(reached(place)) for _ in range(silent)]
+        assert place.listener.events(0.02) == []
+        looks = list[int]()
+
+        def accept_from(door: socket.socket) -> None:
+            looks.append(1)
+            raise OSError(errno.EMFILE, "too many open files")
+
+        accepts = sockets.accept_from
+        monkeypatch.setattr(sockets, "accept_from", accept_from)
+        waits = stack.enter_context(reached(place))
+        assert place.listener.events(0.1) == []
+        assert len(looks) == 1 + silent, "it looks again when a descriptor has become free, and not before"
+        assert all(b"said nothing" in said(connection) for connection in kept)
+        monkeypatch.setattr(sockets, "accept_from", accepts)
+        worker.kill()
+        assert place.until(Gone(1)) == [Gone(1)]
+        assert place.listener.events(0.02) == []
+        assert waits.recv(1 << 16)  # a challenge
 
 
 def test_a_server_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:

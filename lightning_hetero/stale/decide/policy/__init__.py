@@ -59,8 +59,6 @@ PolicyName: TypeAlias = Literal["flexible", "saps", "asp", "bsp", "ssp"]
 
 _KNOWN: dict[str, type[Policy]] = {policy.name: policy for policy in (Flexible, Saps, Asp, Bsp, Ssp)}
 
-_GONE = ("dynsgd", "drop", "buffered", "backup", "quorum", "dc_asgd")  # in the last release; for one release
-
 
 def by_name(name: str, **settings: Any) -> Policy:
     """Returns a new policy, by a name of the table above, with ``settings`` for its constructor.
@@ -68,11 +66,6 @@ def by_name(name: str, **settings: Any) -> Policy:
     Raises:
         ValueError: the name is unknown, the policy has no such setting, or it is out of range.
     """
-    if name in _GONE:
-        raise ValueError(
-            f"policy={name!r} is no longer part of the package: copy its class from benchmarks/stale/policies of the"
-            " repository and pass an instance of it; instead of 'dc_asgd', which trained no better, use 'asp'"
-        )
     if name not in _KNOWN:
         raise ValueError(
             f"unknown policy {name!r}: choose one of {', '.join(_KNOWN)}, or pass any Policy instance"

@@ -1,0 +1,61 @@
+"""What a user, a command line or YAML gives, checked and made plain (layer P)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+
+def real(name: str, value: Any, *, least: float = 0.0, above: bool = False, most: float = math.inf) -> float:
+    """Returns a finite float from ``least`` (above it, if ``above``) to ``most``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and least <= number <= most) or (above and number == least):
+        limits = f"{'>' if above else '>='} {least:g}" + (f" and <= {most:g}" if most < math.inf else "")
+        raise ValueError(f"{name}={value!r} must be a finite number {limits}")
+    return number
+
+
+def whole(name: str, value: Any, *, least: int = 0) -> int:
+    """Returns an int >= ``least``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+    return number
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a list, a tuple or Hydra's list; a text is none."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def mapping(name: str, value: Any, known: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:
+    """Returns a mapping, e.g. Hydra's, as a dict.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: a key is not ``known``, or one is missing that is ``needed``.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={value!r} must be a mapping with some of the keys {', '.join(known)}")
+    given = {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(f"{name} has unknown keys {unknown}: it takes {', '.join(known)}")
+    if missing := [key for key in needed if key not in given]:
+        raise ValueError(f"{name} lacks {missing}")
+    return given
