@@ -101,18 +101,22 @@ class RollCall(ABC):
         return f"{rank}.{self._ranks[rank]}"
 
     def _ask(self, question: Callable[[SignedStore], T]) -> T:
-        """Returns the store's answer, and looks at times whether a rank has failed."""
+        """Returns the store's answer."""
         try:
-            found = self._store.ask(question, self._liveness_s)
+            return self._store.ask(question, self._liveness_s)
         except RuntimeError as error:
             raise self._lost(str(error)) from error
+
+    def _wait(self, pause_s: float) -> float:
+        """Waits, looks at times whether a rank has failed, and returns how long to wait next [s]."""
+        time.sleep(pause_s)
         if (now_s := awake_s()) > self._check_s:
             self._check_s = now_s + BEAT_S
             try:
                 self._check()
             except RuntimeError as error:
                 raise self._too_late() or error from None
-        return found
+        return min(_PAUSE_S, 2 * pause_s)
 
     def _too_late(self) -> Exception | None:
         """Returns what to raise if the others have finished without this rank."""
@@ -187,8 +191,7 @@ class HostRollCall(RollCall):
             if members.is_full:
                 break
             pulse_s = pulse_s if awake_s() < pulse_s else awake_s() + self._beat_s
-            time.sleep(pause_s)
-            pause_s = min(_PAUSE_S, 2 * pause_s)
+            pause_s = self._wait(pause_s)
         told: dict[str, Any] = {}
         try:
             met = members.meet()
@@ -261,8 +264,7 @@ class GuestRollCall(RollCall):
         while (found := self._ask(look)) is None:
             if awake_s() > end_s:
                 raise self._lost(f"it did not come to where the others met, for {self._patience_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(_PAUSE_S, 2 * pause_s)
+            pause_s = self._wait(pause_s)
         return json.loads(found)
 
     def _too_late(self) -> Exception | None:
