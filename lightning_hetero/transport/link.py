@@ -74,7 +74,7 @@ def connect(address: str, rank: int, timeout_s: float = 60.0, patience_s: float 
     host, _, port = place.rpartition(":")
     near = host == "unix"
     if len(token) != 32 or not (near or (host and port.isdigit())):
-        raise ValueError(f"address={address!r} must be a Listener's, 'unix:name#token' or 'host:port#token'")
+        raise ValueError(f"the address of {place!r} must be a Listener's, 'unix:name#token' or 'host:port#token'")
     with contextlib.ExitStack() as undo:
         try:
             connection = connect_to_unix(port, timeout_s) if near else connect_to_tcp(host, int(port), timeout_s)
