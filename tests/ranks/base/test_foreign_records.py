@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -41,7 +40,7 @@ class Stranger(Callback):
     def __init__(self) -> None:
         self.reached, self.doors = 0, list[strangers.Door]()
         self._stores = list[strangers.RawStore]()
-        self._over, self._kept = threading.Event(), list[socket.socket]()
+        self._over, self._wrote, self._kept = threading.Event(), threading.Event(), list[socket.socket]()
         self._thread = threading.Thread(target=self._write, daemon=True)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -51,7 +50,8 @@ class Stranger(Callback):
             with ThreadPoolExecutor(len(self.doors)) as pool:
                 self._stores = [store for store in pool.map(strangers.raw_store, self.doors) if store is not None]
             self._thread.start()
-        time.sleep(0.005)  # for the stranger's thread
+        self._wrote.wait(0.02)
+        self._wrote.clear()
 
     def _write(self) -> None:
         with suppress(OSError):  # the run has ended
@@ -59,7 +59,8 @@ class Stranger(Callback):
                 for store in self._stores:
                     strangers.write_keys(store)
                     self.reached += 1
-                self._over.wait(0.3)
+                self._wrote.set()
+                self._over.wait(0.1)
 
     def end(self) -> None:
         self._over.set()
