@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
@@ -23,6 +22,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.run_store import RunStore
+from lightning_hetero.transport.store import reach_store
 from lightning_hetero.transport.whole_files import name_of_process, remove_left
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Admission:
 
     def _coming(self) -> Coming:
         address = self._meetings.place.address
-        return Coming(dist.TCPStore(address.host, address.port, is_master=False), self._generation)
+        return Coming(reach_store(address.host, address.port), self._generation)
 
     def _remove_checkpoint(self) -> None:
         for invitation in self._invitations:
