@@ -177,6 +177,7 @@ class _Watch:
             if not happened and (said := observe.lines(self.folder / "happened.jsonl")):
                 happened = True
                 self._act(now_s, said[0]["pid"])
+                now_s = changed_s = time.monotonic()  # the ranks may have waited for it
             while self._plan and self._plan[0][0] <= now_s:
                 self._plan.pop(0)[1]()
             if self._only_the_stopped():
