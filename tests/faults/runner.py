@@ -67,7 +67,7 @@ def _run(cell: Cell, folder: Path, wanted: Expected) -> Outcome:
             *(found for other in others for found in _seen(cell, wanted, other.folder, other, began_s).violations),
             *(observe.not_requeued(folder) if asked.get("kind") == "SIGUSR1 to all" else []),
             *(observe.not_told_apart(folder, cell.fault.jobs, cell.engine) if cell.fault.jobs > 1 else []),
-            *(observe.unreadable(disks.at(folder / asked["trace"])) if asked.get("trace") else []),
+            *(observe.unreadable(disks.at(folder / asked["trace"]), cell) if asked.get("trace") else []),
             *observe.outlived(folder, port),
             *observe.files_left(disks.at(folder), temporary, disks.at("/dev/shm") if mounts else None, watch.held),
             *observe.broken_checkpoints(folder, cell),
