@@ -132,7 +132,7 @@ class Spy(nn.Module):
 
 
 def _grow(module: Any) -> None:
-    module.late = nn.Linear(2, 2)
+    module.late = nn.Linear(2, 2).to(module.net[0].weight.dtype)
 
 
 def _wrap(module: Any) -> None:
