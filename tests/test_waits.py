@@ -83,7 +83,6 @@ BOUNDED: dict[str, set[str]] = {
         "transport/listener.py::Listener._read",
         "transport/sockets.py::accept_from",
         "transport/sockets.py::connect_to_unix",
-        "transport/sockets.py::receive_exactly",
         "transport/sockets.py::receive_into",
         "transport/sockets.py::receive_welcome",
         "transport/sockets.py::wait_in_turns",

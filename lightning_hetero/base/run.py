@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -225,6 +226,13 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         """Whether the others cannot go on without this rank, which has failed."""
         del error
         return True
+
+    def end(self) -> None:
+        """Closes; what fails in it neither hides the model, which each rank has, nor takes a first error's place."""
+        try:
+            self.close()
+        except Exception as error:
+            rank_zero_warn(f"after the run, on rank {self.channel.rank}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends the run; after a failure without waiting for anybody."""

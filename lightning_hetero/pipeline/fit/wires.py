@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -101,13 +101,13 @@ class RunOnRank(EngineRun[PipelineBinder]):
         scenario: that stages sleep for, where a `ThrottleCallback` emulates training.
         scenario_step: returns the scenario's step from the number of batches trained so far.
         backbone: the module's layers; the module is whole at first.
-        optimizers: over all parameters; none, if nothing is trained.
         watched: a controller decides on other plans, by what is measured.
+        watch_layers: called when the backbone's layers are others.
     """
 
     backbone: Backbone
-    optimizers: Sequence[torch.optim.Optimizer] = ()
     watched = False
+    watch_layers: Callable[[Backbone], object] = staticmethod(lambda _: None)
 
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
         super().__init__(
@@ -118,9 +118,14 @@ class RunOnRank(EngineRun[PipelineBinder]):
         self.scenario: Scenario | None = None
         self.scenario_step: Callable[[int], int] = int
 
-    def ownership_under(self, plan: PipelinePlan) -> Ownership:
-        """Returns which rank holds what under a plan."""
-        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Over all parameters, the present ones; none, if nothing is trained."""
+        return self.trainer.optimizers if self.fitting else ()
+
+    def ownership_under(self, plan: PipelinePlan, without: Container[str] = ()) -> Ownership:
+        """Returns which rank holds what under a plan; ``without``: see there."""
+        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank, without=without)
 
 
 class Wires:
