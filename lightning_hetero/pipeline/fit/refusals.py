@@ -82,19 +82,27 @@ def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
-CHANGE_BETWEEN = (
-    "In a pipeline each rank has a part of the module, which is divided before training, and anew if all ranks change"
-    " it in on_fit_start, on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so"
-    " in configure_model, or use strategy='hetero_balanced'"
-)
+@contextmanager
+def changed_late(rank: int) -> Iterator[None]:
+    """Inside, an error is that of a module which has been changed: adds the rank and the ways out."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.args = (
+            f"on rank {rank} the module is another one than when its layers were divided: {error}. In a pipeline each"
+            " rank has a part of it, which is divided before training, and anew if all ranks change it in on_fit_start,"
+            " on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so in"
+            " configure_model, or use strategy='hetero_balanced'",
+        )
+        raise
 
 
-def refuse_change(change: Change, strangers: Sequence[Tensor], *, in_between: bool, copies: bool) -> None:
+def refuse_change(change: Change, strangers: Sequence[Tensor] = (), *, in_between: bool, copies: bool = False) -> None:
     """Checks that a module which has been changed can be divided anew.
 
     Args:
         change: of the module.
-        strangers: parameters of optimizers that the module does not have.
+        strangers: parameters of optimizers that the module has not and never had.
         in_between: no batch has been trained since.
         copies: callbacks average the weights in copies of it.
 
@@ -106,23 +114,9 @@ def refuse_change(change: Change, strangers: Sequence[Tensor], *, in_between: bo
         shapes = [tuple(parameter.shape) for parameter in strangers[:5]]
         raise RuntimeError(f"an optimizer has parameters of shapes {shapes} that are not the module's")
     if change.trained and not in_between:
-        raise RuntimeError(f"the module was changed between two batches, or around a validation: {names}")
+        raise RuntimeError(f"it was changed between two batches, or around a validation: {names}")
     if change.trained and copies:
-        raise RuntimeError(f"the module was changed ({names}), but not the copy in which a callback averages weights")
-
-
-def same_number(found: Backbone, before: Backbone) -> Backbone:
-    """Returns the layers that were found.
-
-    Raises:
-        RuntimeError: they are more or fewer than before.
-    """
-    if len(found.layers) != len(before.layers):
-        raise RuntimeError(
-            f"the backbone has {len(found.layers)} layers now, and the plan was made for {len(before.layers)}:"
-            f" {', '.join(found.names)}"
-        )
-    return found
+        raise RuntimeError(f"{names} were changed, but not in the copy in which a callback averages weights")
 
 
 SECOND_PASS = (
