@@ -99,6 +99,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         timeout: of collectives.
         settings: what must be the same on all ranks, as words; ``None``: this rank joins others, and asks nobody.
         store: where a rank that joins finds the run's store; None: nobody knows.
+        gloo_timeout: of the side channel itself, where the failure board ends its collectives; None: ``timeout``.
 
     Attributes:
         trainer: the running trainer.
@@ -121,7 +122,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
 
     def __init__(
         self, trainer: Trainer, *, timeout: timedelta | None, settings: Mapping[str, str] | None,
-        store: StoreAddress | None = None,
+        store: StoreAddress | None = None, gloo_timeout: timedelta | None = None,
     ) -> None:  # fmt: skip
         self.trainer = trainer
         self.module = trainer.lightning_module
@@ -132,7 +133,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         spare_inherited()
         if dist.get_world_size() > 1:
             own_memory(self.module)
-        self.channel = SideChannel(gloo_group(timeout))
+        self.channel = SideChannel(gloo_group(gloo_timeout or timeout))
         patience, strategy = timeout or default_pg_timeout, trainer.strategy
         assert isinstance(strategy, UnevenNodesStrategy) and strategy.cluster_environment is not None
         everyone: Sequence[Mapping[str, str]] = ()
@@ -150,7 +151,9 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             far = strategy.cluster_environment.main_address if strategy.node_rank == 0 else socket.gethostname()
             host = far if apart else "127.0.0.1"
             self.store = RunStore.of_all(self.channel, host, patience, rank=trainer.global_rank)
-        self.failures = FailureBoard(self.store, trainer.global_rank, ranks=lambda: self.present)
+        self.failures = FailureBoard(
+            self.store, trainer.global_rank, ranks=lambda: self.present, timeout_s=patience.total_seconds()
+        )
         strategy.failures = self.failures
         self.failures.watch()
         check_same_settings(everyone)

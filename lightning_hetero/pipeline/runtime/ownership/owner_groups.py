@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.groups import make_group
+from lightning_hetero.transport.groups import close_connections, make_group
 from lightning_hetero.transport.objects import Wait, gathered
 
 _MOST_GROUPS = 64  # kept; each costs sockets and threads, or memory on the device
@@ -72,15 +72,14 @@ class OwnerGroups:
         """Destroys the groups, and lets go of ``world``.
 
         Args:
-            failed: peers may be gone. Only what is under way on a device is ended: it would keep this process from
-                ending.
+            failed: peers may be gone. What is under way is ended: it would keep this process from ending.
         """
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *((self.world,) if failed else ())):
             if not failed:
                 _destroy(group)
-            elif isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != dist.Backend.GLOO:
+            elif isinstance(group, dist.ProcessGroup):
                 with contextlib.suppress(RuntimeError):  # nothing is
-                    group.abort()
+                    close_connections(group) if dist.get_backend(group) == dist.Backend.GLOO else group.abort()
         if not failed:
             self._groups.clear()
             vars(self).pop("world", None)
