@@ -1,21 +1,20 @@
 """What is played of torch.distributed, so that the engine's own rebuilding of process groups runs over it.
 
 A process group fails as gloo's does: when a member dies or leaves, whoever waits in a collective of it, or comes to
-one later, gets an error; a member that neither comes nor leaves is waited for until the timeout. So does the rendezvous
-of a new group wait for a member that has died on its way there.
+one later, gets an error; a member that neither comes nor leaves, or falls silent in it, is waited for until the
+timeout. So does the rendezvous of a new group wait for a member that has died on its way there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.faults.world import Process, World
-from lightning_hetero.base.elastic import admission, groups
+from lightning_hetero.base.elastic import admission, meetings
 from lightning_hetero.transport import groups as processes
 
 if TYPE_CHECKING:
@@ -36,17 +35,14 @@ class ProcessGroup:
     def __init__(self, world: World, size: int) -> None:
         self.size = size
         self._world = world
-        self._came: dict[int, tuple[Process, Any, Callable[[], None]]] = {}
+        self._came: dict[int, tuple[Process, Any]] = {}
         self._round = 0
         self._value: Any = None
         self._broken = ""
-        self._stuck = False  # in a monitored barrier
+        self._stuck = False  # a member that has come is silent
 
-    def collective(
-        self, index: int, process: Process, value: Any = None, *, timeout_s: float = GROUP_TIMEOUT_S,
-        all_come: Callable[[], None] = lambda: None,
-    ) -> Any:  # fmt: skip
-        """Waits for all members; returns the value of the first. ``all_come`` is called when they have come.
+    def collective(self, index: int, process: Process, value: Any = None, *, timeout_s: float) -> Any:
+        """Waits for all members; returns the value of the first.
 
         Raises:
             RuntimeError: a member has left or died, or one does not come in time.
@@ -54,12 +50,11 @@ class ProcessGroup:
         if self._broken:
             raise RuntimeError(f"a collective has failed: {self._broken}")
         here = self._round
-        self._came[index] = process, value, all_come
+        self._came[index] = process, value
         if len(self._came) == self.size and not self._stuck:
             came, self._came, self._round = self._came, {}, here + 1
             self._value = came[0][1]
-            for other, _, tell in came.values():
-                tell()
+            for other, _ in came.values():
                 other.wake()
             return self._value
         until_s = self._world.now_s + timeout_s
@@ -71,13 +66,9 @@ class ProcessGroup:
             process.wait(until_s)
         return self._value
 
-    def falls_silent(self, index: int) -> bool:
-        """A member falls silent; returns whether the others will take it for one that has come.
-
-        In a monitored barrier all report to the first member, who then lets all pass.
-        """
-        self._stuck |= index == 0 and index in self._came
-        return index != 0 and index in self._came
+    def falls_silent(self, index: int) -> None:
+        """A member falls silent, perhaps within a collective, which ends for nobody then."""
+        self._stuck |= index in self._came
 
     def leave(self, why: str) -> None:
         """A member destroys its group, or dies: whoever waits in it, or will, fails."""
@@ -106,19 +97,8 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         own = current()
         own.simulation.point(own.number, "rebuilt")
         own.group, own.index = here, rank
-        here.collective(rank, own.process)
-        own.risky = False
-
-    def monitored_barrier(_: Any, timeout: timedelta) -> None:
-        own = current()
-        in_group(own).collective(
-            own.index, own.process, timeout_s=timeout.total_seconds(), all_come=own.comes_to_collective
-        )
-
-    def in_group(own: Rank) -> ProcessGroup:
-        if own.group is None:
-            raise RuntimeError("there is no default process group")
-        return own.group
+        own.wait_s = timeout.total_seconds() if timeout is not None else GROUP_TIMEOUT_S
+        here.collective(rank, own.process, timeout_s=own.wait_s)
 
     class DefaultGroup:
         @property
@@ -131,16 +111,19 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         PrefixStore=lambda prefix, store: store.below(prefix),
         HashStore=lambda: None,
         group=DefaultGroup(),
-        get_backend=lambda: "gloo",
+        get_backend=lambda *_: "gloo",
         is_initialized=lambda: current().group is not None,
         destroy_process_group=lambda: current().leave_group("has left the group"),
         init_process_group=init_process_group,
-        monitored_barrier=monitored_barrier,
+        distributed_c10d=SimpleNamespace(
+            _set_pg_timeout=lambda timeout, _: setattr(current(), "wait_s", timeout.total_seconds())
+        ),
     )
     time = SimpleNamespace(monotonic=world.clock, sleep=lambda seconds: current().process.sleep(seconds))
     lightning = SimpleNamespace(
         val_loaders=lambda trainer: [],
-        count_val_batches=lambda trainer: None,
+        count_val_batches=lambda trainer, **_: None,
+        reduced_names=lambda trainer: (),
         trainer_callbacks=lambda trainer: trainer.callbacks,
         write_checkpoint=lambda trainer, path: current().write_checkpoint(path),
     )
@@ -149,9 +132,10 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         mock.patch.object(processes, "time", time),
         mock.patch.object(processes, "_built", None),
         mock.patch.object(processes, "weakref", SimpleNamespace(ref=lambda group: None)),
-        mock.patch.object(groups, "dist", distributed),
-        mock.patch.object(groups, "gloo_group", lambda timeout: None),
-        mock.patch.object(groups, "compat", lightning),
+        mock.patch.object(processes, "awake_s", world.clock),
+        mock.patch.object(meetings, "dist", distributed),
+        mock.patch.object(meetings, "gloo_group", lambda timeout: None),
+        mock.patch.object(meetings, "compat", lightning),
         mock.patch.object(admission, "dist", distributed),
         mock.patch.object(admission, "compat", lightning),
         mock.patch.object(admission, "time", time),

@@ -22,12 +22,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
 from benchmarks.faults.cases import LIVENESS_S
-from benchmarks.faults.played import ProcessGroup
+from benchmarks.faults.played import GROUP_TIMEOUT_S, ProcessGroup
 from benchmarks.faults.wires import MemoryLink
 from benchmarks.faults.world import Process, World
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.coming import Coming
-from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.fit.meetings import ServerMeetings
@@ -143,8 +142,8 @@ class Rank:
     Attributes:
         outcome: how it ended; "": it has not.
         told: what it was told to show to people.
-        risky: it is where its death ends the run: in a collective for which all have come from a meeting, on its way
-            into a new process group, or before there is a server (rank 0: which somebody knows).
+        risky: it is where its death ends the run: before there is a server (rank 0: which somebody knows).
+        wait_s: how long it waits in a collective [s].
         error_next: an error in the user's code comes with the next chunk.
         slow_until_s: it computes slowly until then [s].
         stopped_s: for how long it was stopped [s].
@@ -161,7 +160,7 @@ class Rank:
         self.error_next = self.was_cut = False
         self.place = ""
         self.is_in = not joins
-        self.slow_until_s = -math.inf
+        self.slow_until_s, self.wait_s = -math.inf, GROUP_TIMEOUT_S
         self.stopped_s = 0.0
         self.members = _Members(number, simulation.case.ranks, self.told)
         self.members.joining = joins
@@ -244,23 +243,17 @@ class Rank:
         first = self.number == 0 and invitation is None
         forked = simulation.server_process(self.process) if first else None
         self.session = session = _Session(self.trainer, None, members, meetings=met, forked=forked)
-        channel: Any = SimpleNamespace(rebind=lambda group: None)
-        settings: Any = SimpleNamespace(backend="gloo", timeout=None)
-        groups = Groups(self.trainer, session, members, channel, settings)
-        generation = FIRST_GENERATION if invitation is None else invitation.generation
-        self.admission = Admission(
-            self.trainer, session, members, groups, simulation.lobby.of(self.process), generation=generation  # type: ignore[arg-type]
-        )
+        channel: Any = SimpleNamespace(rebind=lambda group: None, leave=lambda: None, group=None)
         self.meetings = ServerMeetings(
-            self.trainer,
-            session,
-            members,
-            groups,
-            self.admission,
-            liveness_s=LIVENESS_S,
-            leave_step=lambda: None,
+            self.trainer, session, members, channel, backend="gloo", timeout=None, liveness_s=LIVENESS_S,
+            before_epoch=lambda: self.admission.admit(), leave_step=lambda: None,
             take_over_changes=lambda at_end: self._reduce("changes of the model"),
-        )
+        )  # fmt: skip
+        generation = FIRST_GENERATION if invitation is None else invitation.generation
+        lobby: Any = simulation.lobby.of(self.process)
+        store: Any = SimpleNamespace(reached=lambda: None)
+        self.admission = Admission(self.trainer, self.meetings, members, lobby, store=store, generation=generation)
+        self.meetings.changed.append(lambda before: self.admission.expect())
         if invitation is not None:
             self._first_epoch = simulation.checkpoints[invitation.checkpoint]
         self.admission.expect()
@@ -270,6 +263,7 @@ class Rank:
         assert session is not None
         if invitation is None:
             self._collective()  # where the server is
+        self.risky = False
         simulation.point(self.number, "connect")
         model = simulation.new_model()
         optimizer = simulation.optimizer(model)
@@ -295,10 +289,10 @@ class Rank:
             self._reduce("reduce mean of the epoch")
         self._callbacks("on_train_end")
         # as `StaleRun.finish`
-        self._meet("training ends")
+        self.meetings.meet("training ends")
         if self.members.is_lowest:
             session.fetch_state()
-        self._meet("state is saved")
+        self.meetings.meet("state is saved")
         self.admission.end()
         session.leave()
 
@@ -384,36 +378,24 @@ class Rank:
 
     # ---- together ---------------------------------------------------------------------------------------------
 
-    def comes_to_collective(self) -> None:
-        """All have come from a meeting: until the end of its collective a death ends all, and not before."""
-        self.risky = True
-
-    def _meet(self, what: str, *, pull: bool = False) -> None:
-        """A meeting without a collective."""
-        self.meetings.meet(what, pull=pull)
-        self.risky = False
-
     def _collective(self, value: Any = None) -> Any:
         self.simulation.point(self.number, "collective")
         if self.group is None:
             raise RuntimeError("there is no process group")
         self.process.sleep(0.0005)
-        found = self.group.collective(self.index, self.process, value)
-        self.risky = False
-        return found
+        return self.group.collective(self.index, self.process, value, timeout_s=self.wait_s)
 
     def _reduce(self, what: str, value: Any = None) -> Any:
         """As the strategy's collectives do."""
-        self.meetings.meet(what)
-        return self._collective(value)
+        return self.meetings.together(what, lambda: self._collective(value))
 
     def _broadcast(self, value: Any, src: int = 0) -> Any:
         return self._reduce("broadcast 0", value)
 
     def _validate(self) -> None:
-        self._meet("validation starts", pull=True)
+        self.meetings.meet("validation starts", pull=True)
         self.process.sleep(0.02)
-        self._meet("validation ends")
+        self.meetings.meet("validation ends")
         self._reduce("reduce mean of the validation")
 
     def write_checkpoint(self, path: str) -> None:

@@ -29,9 +29,9 @@ from benchmarks.faults.world import EndlessError, Process, World
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.runtime import start
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
+from lightning_hetero.transport.membership import Limits
 
 _MOST_EVENTS = 50_000
 
@@ -109,7 +109,7 @@ class Simulation:
             divide_by=1.0, shards=1,
             # as `start_server` has it
             limits=Limits(
-                connect_s=start._AWAITED_S, silence_s=start._SILENT_SIGNS * LIVENESS_S, meeting_s=GROUP_TIMEOUT_S
+                connect_s=start._AWAITED_S, silence_s=start.SILENT_SIGNS * LIVENESS_S, meeting_s=GROUP_TIMEOUT_S
             ),
         )  # fmt: skip
         self.first_group = ProcessGroup(self.world, case.ranks)
@@ -142,9 +142,7 @@ class Simulation:
 
     def _is_here(self) -> None:
         """A rank has said that it comes to a new process group: who sees that waits for it there."""
-        rank = self.current()
-        rank.risky = True
-        self.point(rank.number, "look")
+        self.point(self.current().number, "look")
 
     def anybody(self) -> bool:
         """Whether a process of the run runs, besides those that wait to join it."""
@@ -240,7 +238,9 @@ class Simulation:
         rank.process.freeze(seconds)
 
     def _silence(self, rank: Rank, seconds: float) -> None:
-        if (rank.group is not None and rank.group.falls_silent(rank.index)) or rank.risky:
+        if rank.group is not None:
+            rank.group.falls_silent(rank.index)
+        if rank.risky:
             self._excuses.append(f"rank {rank.number} fell silent where that ends the run")
         rank.process.freeze(math.inf)
         self._running -= 1
@@ -281,7 +281,10 @@ class Simulation:
     def _serve(self) -> None:
         try:
             first = self._everybody[0].process
-            serve(self.server, self.listener, self.world.clock, orphaned=lambda: not first.alive)
+            own = self.wires.server
+            assert own is not None
+            clock = lambda: self.world.now_s - own.stopped_s  # noqa: E731
+            serve(self.server, self.listener, clock, orphaned=lambda: not first.alive)
         finally:
             if self.wires.server is not None and self.wires.server.alive:
                 self.listener.close()

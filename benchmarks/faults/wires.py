@@ -31,6 +31,7 @@ from lightning_hetero.transport.base import (
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
 _HANDSHAKE_S = 0.002
+_ROUNDING_S = 1e-9  # the server's clock is a difference of two
 
 
 class Delays:
@@ -225,7 +226,7 @@ class MemoryListener:
         wires = self._wires
         process, world = wires.server, wires.world
         assert process is not None
-        until_s = math.inf if timeout_s is None else world.now_s + timeout_s
+        until_s = math.inf if timeout_s is None else world.now_s + timeout_s + (_ROUNDING_S if timeout_s else 0.0)
         process.sleep(self._lag_s())
         while not wires.queue:
             process.wait(until_s)

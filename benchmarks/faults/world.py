@@ -81,6 +81,7 @@ class Process:
         alive: neither at its end nor killed.
         killed: by `kill`.
         frozen_until_s: stopped until then, as by SIGSTOP [s].
+        stopped_s: for how long it was stopped, or will have been by then [s].
         at_end: called when it ends, whatever the reason.
         error: what it raised.
     """
@@ -88,7 +89,7 @@ class Process:
     def __init__(self, world: World, name: str, main: Callable[[], object]) -> None:
         self.name = name
         self.alive, self.killed = True, False
-        self.frozen_until_s = -math.inf
+        self.frozen_until_s, self.stopped_s = -math.inf, 0.0
         self.at_end: list[Callable[[], object]] = []
         self.error: BaseException | None = None
         self._world = world
@@ -151,7 +152,9 @@ class Process:
 
     def freeze(self, seconds: float) -> None:
         """Stops it for so long, from the next time on that it would run."""
+        before_s = max(self.frozen_until_s, self._world.now_s)
         self.frozen_until_s = max(self.frozen_until_s, self._world.now_s + seconds)
+        self.stopped_s += self.frozen_until_s - before_s
 
     def kill(self) -> None:
         """Ends it where it is, as SIGKILL does: nothing of it runs any more that could tell anybody."""

@@ -23,13 +23,13 @@ class Aside(Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
-        self._call, self._found = call, list[T | Exception]()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._found = list[T | Exception]()
+        self._thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], T]) -> None:
         try:
-            self._found.append(self._call())
+            self._found.append(call())
         except Exception as error:
             self._found.append(error)
 

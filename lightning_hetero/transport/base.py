@@ -33,7 +33,7 @@ class Ask(IntEnum):
     EPOCH = 1  # begin an epoch; payload: ends of its global steps in samples
     CLAIM = 2  # work for `global step`
     PUSH = 3  # the slot holds the gradients of `assignment`; if FINAL also a claim for the same global step
-    MEET = 5  # answered when every live worker has asked for it with the same `global step` (a meeting number)
+    MEET = 5  # answered when every live worker has asked for it with the same `global step` (a meeting number) and text
     STATE = 6  # of optimizers and epoch; payload: the version it has, to get newer parameters, too; see share_state
     ABORT = 7  # this worker failed; text says why: everybody is told
     LEAVE = 8  # this worker is done
@@ -157,7 +157,6 @@ class Reply(_Message):
         micro: of a grant, see `Assigned` in `stale.decide.effects`; ``numbers`` are its spans, ``flags`` are what
             `Worker.wants_return` looks at.
         hint_start, hint_end: positions worth fetching ahead.
-        generation: number of membership changes so far.
         wasted: the worker's last push counts nothing: another one computes, or has computed, its samples.
     """
 
@@ -166,10 +165,9 @@ class Reply(_Message):
     micro: int = 0
     hint_start: int = 0
     hint_end: int = 0
-    generation: int = 0
     wasted: bool = False
 
-    _FORM: ClassVar = struct.Struct("<BiiqIqHqqi?II")
+    _FORM: ClassVar = struct.Struct("<BiiqIqHqq?II")
     _KINDS: ClassVar = Say
     SIZE: ClassVar[int] = _FORM.size
 

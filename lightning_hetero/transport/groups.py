@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_hetero.transport.awake import awake_s
+
 _TAG_OF_THE_END = 0x9A56
 _ASK_S = 0.5  # how often those who wait for a member ask whether it lives
 
@@ -73,6 +75,16 @@ def close_connections(group: Any) -> None:
             with suppress(RuntimeError):  # always; and some are closed already
                 end = torch.empty(1, dtype=torch.uint8)
                 group.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+
+
+def limit_waits(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
+    """Sets how long collectives of these groups wait for a member that does not answer, where they are on gloo.
+
+    NCCL ends the process when such a wait is over; there nothing is set.
+    """
+    for group in groups:
+        if group is not None and dist.get_backend(group) == dist.Backend.GLOO:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def leave_default_group() -> None:
@@ -210,13 +222,13 @@ def _meet(
     living: Callable[[], Collection[int]] | None,
 ) -> None:  # fmt: skip
     """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
-    started, pause_s, ask_s = time.monotonic(), 0.001, _ASK_S
+    started, pause_s, ask_s = awake_s(), 0.001, _ASK_S
     missing = [m for m in members if m != rank]
     while True:
         missing = [m for m in missing if not store.check([f"here/{m}"])]
         if not missing:
             return
-        waited_s = time.monotonic() - started
+        waited_s = awake_s() - started
         if waited_s > meeting_s:
             raise MemberMissingError(generation, missing, waited_s)
         if living is not None and waited_s > ask_s:

@@ -22,6 +22,7 @@ from lightning_hetero.transport.store import host_store, reach_store
 
 T = TypeVar("T")
 _DIGEST = "sha256"
+_FOREVER = timedelta(days=365)
 _SIGN_BYTES = 64  # of hexadecimal digits
 
 
@@ -74,6 +75,14 @@ class SignedStore:
     def delete(self, key: str) -> None:
         """Takes a record away."""
         self._store.delete_key(key)
+
+    def say(self, key: str) -> None:
+        """Tells those who `wait` for it."""
+        self._store.set(f"{key}/{self._sign(key, '')}", "")
+
+    def wait(self, key: str) -> None:
+        """Returns when somebody of the run says that, however long it takes."""
+        self._store.wait([f"{key}/{self._sign(key, '')}"], _FOREVER)
 
     def _sign(self, key: str, value: str) -> str:
         return hmac.new(self._secret, f"{key}\n{value}".encode(), _DIGEST).hexdigest()
@@ -190,6 +199,16 @@ class RunStore:
             self.ask(lambda store: store.get("reached"), answer_s)
             return self.address
         return None
+
+    def wait(self, key: str) -> None:
+        """Returns when somebody says that, however long it takes; meanwhile nothing else can be asked."""
+        assert self._signed is not None
+        self._signed.wait(key)
+
+    @property
+    def kept(self) -> object:
+        """What keeps a store in this process open, also when it is let go of."""
+        return self._signed
 
     def let_go(self) -> None:
         """Closes the connection; idempotent."""

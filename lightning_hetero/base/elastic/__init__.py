@@ -2,7 +2,7 @@
 
 ``ddp``        the strategy: DDP whose collectives are among those that are left
 ``members``    who takes part
-``groups``     process groups without the lost, or with who has come; `MeetingPlace`, where the ranks of an engine meet
+``meetings``   what the ranks do together, or not at all; process groups without the lost, or with who has come
 ``join``       a rank that comes late, or again: how it and the members find each other
 ``admission``  the members' side of it
 ``coming``     what both say to each other in the store where their new process group meets

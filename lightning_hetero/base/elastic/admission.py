@@ -1,19 +1,15 @@
 """The members' side of a rank that comes late: looked for when an epoch ends, let in before the next (layer L).
 
     joining rank                    members
-    says "ready", waits             wait, and say so again and again; the lowest hears the joining rank's signs of life
-    <------------------------------ decides: with all; or, once everybody is ready or lost, with those that are ready
-    all: begin, or make another group without those that are lost
-
-A collective would be simpler; but where a rank is silent, nobody can leave one before the timeout of the process group.
+    loads, comes to the meeting     wait there; the lowest comes when the joining ranks are connected, or not heard of
+    all: begin, or make other groups without those that have not come, as after any meeting
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -22,11 +18,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.elastic.coming import Beats, Coming
-from lightning_hetero.base.elastic.groups import Groups, MeetingPlace
+from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.transport.groups import leave_default_group
 from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.transport.whole_files import name_of_process, remove_left
 
@@ -36,9 +31,8 @@ if TYPE_CHECKING:
 COME_S = 20.0
 """For somebody who has just answered, and is heard of, to come to the new group [s]."""
 _LOAD_S = 10.0  # for the silence of a joining rank while it loads what it resumes from
-_MEMBER_S = 20.0  # for that of a member
-_LOOK_S = 0.02
-_ASK_S = 0.5
+_LOOK_S = 0.1
+_COMES = "somebody comes"
 
 
 class _LastPoint(Checkpoint):
@@ -56,9 +50,8 @@ class Admission:
 
     Args:
         trainer: the running trainer.
-        place: where the members meet, and how often they have.
+        meetings: of the members.
         members: who takes part.
-        groups: rebuilt with whoever joins.
         requests: where joining ranks ask.
         store: of the run.
         generation: of the process group built with a joining rank last.
@@ -67,22 +60,21 @@ class Admission:
     def __init__(
         self,
         trainer: Trainer,
-        place: MeetingPlace,
+        meetings: Meetings,
         members: Members,
-        groups: Groups,
         requests: JoinRequests,
         *,
         store: RunStore,
         generation: int = FIRST_GENERATION,
     ) -> None:
-        self._trainer, self._place, self._members = trainer, place, members
-        self._groups, self._requests = groups, requests
+        self._trainer, self._meetings, self._members, self._requests = trainer, meetings, members, requests
         self._store, self._generation = store, generation
         self._asking: list[int] = []
         self._checkpoint, self._wrote = "", False
         self._invitations: list[str] = []
         self._callbacks = compat.trainer_callbacks(trainer)
         self._point: _LastPoint | None = None
+        meetings.changed.append(lambda _: self.announce() if members.is_lowest else None)
 
     def announce(self) -> None:
         """Tells a rank that comes late, or again, that there is a run to join; for the lowest of the ranks."""
@@ -100,7 +92,7 @@ class Admission:
     def look(self) -> None:
         """When an epoch has ended: if somebody is missing and asks, saves what he will resume from."""
         trainer, members = self._trainer, self._members
-        if not members.missing:
+        if not members.missing or self._meetings.place.address is None:
             return
         root = str(trainer.default_root_dir)
         # What a joining rank loads is a file on disk, never a URL that somebody names to it.
@@ -152,8 +144,8 @@ class Admission:
             self._remove_checkpoint()
 
     def _let_in(self, asking: list[int]) -> None:
-        members, before = self._members, self._members.alive
-        alive = tuple(sorted({*before, *asking}))
+        members = self._members
+        alive = tuple(sorted({*members.alive, *asking}))
         speaks = members.is_lowest  # now: a joining rank may be lower, and knows nothing of this
         if speaks:
             store = self._store.reached()
@@ -162,8 +154,8 @@ class Admission:
                 generation=self._generation,
                 members=alive,
                 nodes=tuple(members.nodes.items()),
-                meetings=self._place.meetings,
-                address=asdict(self._place.address),
+                meetings=self._meetings.place.meetings,
+                address=asdict(self._meetings.place.address),
                 store=None if store is None else asdict(store),
             )
             for rank in asking:
@@ -172,90 +164,48 @@ class Admission:
                     self._requests.invite(rank, invitation, self._invitations[-1])
                 except OSError as error:  # e.g. a full disk, which is no reason for the members to end
                     members.warn_once(f"rank {rank} wanted to join and could not be invited: {error}")
-        why = self._come_together(alive, before)
+        why = self._come_together(asking, alive) or "it died or fell silent"
         if missed := _listed(rank for rank in asking if rank not in members.alive):
             members.warn_once(f"rank {missed} wanted to join and did not come: {why}", speaks=speaks)
         if come := _listed(rank for rank in asking if rank in members.alive):
             members.warn_once(f"rank {come} has joined in epoch {self._trainer.current_epoch}", speaks=speaks)
 
-    def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
-        """Builds the process group with the joining ranks, and waits until they are ready.
+    def _come_together(self, asking: list[int], alive: tuple[int, ...]) -> str:
+        """Builds the process groups with the joining ranks, and waits until they have come to where all meet.
 
         Returns:
-            Why the members go on without some of them; empty: they do not.
+            Why not all have come, if that is known.
         """
-        asking = sorted(set(alive) - set(before))
+        meetings, place, watches = self._meetings, self._meetings.place, self._members.is_lowest  # the lowest, as yet
+        place.expect(asking)
         coming = self._coming()
-        try:
-            self._groups.rebuild(alive, self._generation, meeting_s=COME_S, living=self._living(coming, asking))
-            wait_as_member(
-                self._members.rank, asking, before, coming=coming, place=self._place, requests=self._requests
-            )
-        except RuntimeError as error:
-            return self._begin_without(asking, coming, error)
-        return ""
 
-    def come_in(self) -> None:
-        """For a joining rank that is connected: returns when all begin together.
-
-        Raises:
-            RuntimeError: the others have begun without it.
-        """
-        members, coming = self._members, self._coming()
-        try:
-            wait_as_joining_rank(members.rank, members.alive, coming=coming, place=self._place)
-        except RuntimeError as error:
-            come, why = coming.decided() or ([], str(error))
-            if members.rank not in come:
-                raise RuntimeError(
-                    f"the others train without rank {members.rank}, which wanted to join: {why}; start it again"
-                ) from error
-            self._begin_without((), coming, error)
-        else:
-            if members.is_lowest:  # now
-                self.announce()
-
-    def living(self, asking: Sequence[int]) -> Callable[[], Collection[int]]:
-        """Returns what tells who of the members, and of those invited, lives; the same on all members.
-
-        Raises:
-            RuntimeError: the place is gone.
-        """
-        return self._living(self._coming(), asking)
-
-    def _living(self, coming: Coming, asking: Sequence[int]) -> Callable[[], Collection[int]]:
-        watches = self._members.is_lowest  # now: a joining rank may be lower
-
-        def alive() -> Collection[int]:
+        def living() -> Collection[int]:
             if watches:
                 for rank in self._requests.silent(asking):
                     coming.goes(rank)
-            return {*self._place.alive(), *coming.living(asking)}
+            return {*place.alive(), *coming.living(asking)}
 
-        return alive
+        if why := meetings.regroup(alive, self._generation, meeting_s=COME_S, living=living):
+            coming.call_off(why)
+        while watches and not why and {*asking} - {*place.alive()} - {*self._requests.silent(asking, for_s=_LOAD_S)}:
+            time.sleep(_LOOK_S)
+        meetings.gather(_COMES)
+        return why
+
+    def come_in(self) -> None:
+        """For a joining rank that is ready: returns when all begin together.
+
+        Raises:
+            RuntimeError, ServerLostError: the others have begun without it.
+        """
+        self._meetings.gather(_COMES)
+        if self._members.is_lowest:  # now
+            self.announce()
 
     def _coming(self) -> Coming:
-        address = self._place.address
+        address = self._meetings.place.address
         return Coming(dist.TCPStore(address.host, address.port, is_master=False), self._generation)
-
-    def _begin_without(self, asking: Sequence[int], coming: Coming, error: RuntimeError) -> str:
-        """Inside an ``except`` block: all go on with those joining ranks that have been ready in time.
-
-        Returns:
-            Why not with all.
-        """
-        leave_default_group()  # here: whoever waits for this rank there fails now
-        if asking:
-            coming.decide(asking, str(error))
-        _, why = coming.decided() or ([], str(error))
-        met = self._place.meet("not all joining ranks have come")
-        for notice in met.notices:
-            self._members.warn_once(notice)
-        self._groups.rebuild_among_living(met.alive, self._place.meetings)
-        if self._members.is_lowest:
-            self.announce()
-        self.expect()
-        return why
 
     def _remove_checkpoint(self) -> None:
         for invitation in self._invitations:
@@ -282,78 +232,3 @@ class Admission:
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def wait_as_member(
-    rank: int,
-    asking: Sequence[int],
-    before: Sequence[int],
-    *,
-    coming: Coming,
-    place: MeetingPlace,
-    requests: JoinRequests,
-) -> None:
-    """Returns when all joining ranks are ready to train.
-
-    Args:
-        rank: this one.
-        asking: the joining ranks.
-        before: the members, ascending.
-        coming: where all find out what is decided.
-        place: tells who is connected.
-        requests: of the lowest member, which has the joining ranks' signs of life.
-
-    Raises:
-        RuntimeError: somebody has died, or is silent; who begins nevertheless is decided.
-    """
-    beats, asked_s, watches = Beats(coming.waited), -math.inf, rank == before[0]
-    others = [member for member in before if member != rank]
-    while coming.decided() is None:
-        if watches and all(map(coming.waited, before)):
-            coming.decide(asking)  # if all are ready
-        now_s = time.monotonic()
-        if now_s - asked_s > _ASK_S:
-            asked_s = now_s
-            coming.waits(rank)
-            ready = {*coming.come(asking)}
-            lost = {*others, *ready} - {*place.alive()} | {*beats.silent(others, now_s, for_s=_MEMBER_S)}
-            if watches:
-                lost |= {*requests.silent(asking, for_s=_LOAD_S)}
-            still = {*asking} - ready | {member for member in others if not coming.waited(member)}
-            # Those that still load are waited for, whoever else is lost; unless nobody knows whether they live. If all
-            # have come meanwhile, the next look says so.
-            if lost and (bool(still) and still <= lost if watches else before[0] in lost):
-                coming.decide(asking, _why(lost))
-        time.sleep(_LOOK_S)
-    _check(coming)
-
-
-def wait_as_joining_rank(rank: int, members: Sequence[int], *, coming: Coming, place: MeetingPlace) -> None:
-    """As `wait_as_member`, for a rank that comes in and is connected.
-
-    Args:
-        rank: this one.
-        members: all ranks of the new process group; which of them are joining ranks, too, need not be known.
-        coming, place: see there.
-    """
-    beats, asked_s = Beats(coming.waited), -math.inf
-    coming.ready(rank)
-    while coming.decided() is None:
-        now_s = time.monotonic()
-        if now_s - asked_s > _ASK_S:
-            asked_s = now_s
-            others = {*members} - {*coming.come(members)}  # the members, and joining ranks that still load
-            if not others & {*place.alive()} - {*beats.silent(others, now_s, for_s=_MEMBER_S)}:
-                coming.decide(members, _why(others))
-        time.sleep(_LOOK_S)
-    _check(coming)
-
-
-def _why(lost: set[int]) -> str:
-    return f"rank {', '.join(map(str, sorted(lost)))} died or fell silent"
-
-
-def _check(coming: Coming) -> None:
-    decided = coming.decided()
-    if decided is not None and decided[1]:
-        raise RuntimeError(f"not all joining ranks have come: {decided[1]}")

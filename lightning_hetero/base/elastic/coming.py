@@ -1,18 +1,11 @@
 """What joining ranks and members say to each other, in the store where their new process group meets (layer L).
 
-    key            who says it                                        what is said first holds
-    <rank>         joining rank: "come", or members, of it: "gone"    yes
-    ready/<rank>   joining rank: it has loaded all, and is connected
-    waits/<rank>   whoever waits for the decision, again and again
-    decision       anybody: who comes in, and why not all             yes
-
-A rank that has said "ready" is in the decision, or finds that it is not. So nobody waits for a rank that has been given
-up, and no collective for one that is silent: a collective that waits can be left by nobody before its timeout.
+    <rank>         joining rank: "come", or members, of it: "gone"; what is said first holds
+    off            members: why the group is not made
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
@@ -46,7 +39,7 @@ class Beats:
 
 
 class Coming:
-    """Whether joining ranks come to a new process group, and with which of them all go on; see the module.
+    """Whether joining ranks come to a new process group; see the module.
 
     Args:
         store: in which the members of the group find each other.
@@ -59,8 +52,6 @@ class Coming:
     def __init__(self, store: dist.Store, generation: int) -> None:
         self._store, self._prefix = store, f"coming/{generation}"
 
-    # ---- to the new group -------------------------------------------------------------------------------------
-
     def comes(self, rank: int) -> bool:
         """Says, for a joining rank, that it comes; returns whether it is waited for."""
         return self._store.compare_set(f"{self._prefix}/{rank}", "", "come") == b"come"
@@ -71,7 +62,7 @@ class Coming:
 
     def gone(self, ranks: Iterable[int]) -> frozenset[int]:
         """Returns which of them have gone."""
-        return frozenset(rank for rank in ranks if self._said(str(rank)) == b"gone")
+        return frozenset(rank for rank in ranks if self._said(str(rank)) == "gone")
 
     def living(self, ranks: Iterable[int]) -> set[int]:
         """Returns which of the ranks have not gone, while the group is made.
@@ -79,49 +70,15 @@ class Coming:
         Raises:
             RuntimeError: it will not be made.
         """
-        if (decided := self.decided()) is not None:
-            raise RuntimeError(f"the process group with joining ranks is not made: {decided[1]}")
+        if why := self._said("off"):
+            raise RuntimeError(f"the process group with joining ranks is not made: {why}")
         ranks = set(ranks)
         return ranks - self.gone(ranks)
 
-    # ---- from there to training -------------------------------------------------------------------------------
+    def call_off(self, why: str) -> None:
+        """Says, for the members, that the group is not made."""
+        self._store.set(f"{self._prefix}/off", why)
 
-    def ready(self, rank: int) -> None:
-        """Says, for a joining rank, that it can train."""
-        self._store.set(f"{self._prefix}/ready/{rank}", "1")
-
-    def come(self, ranks: Iterable[int]) -> list[int]:
-        """Returns which of them have said so."""
-        return [rank for rank in ranks if self._said(f"ready/{rank}")]
-
-    def waits(self, rank: int) -> None:
-        """Says, again and again, that this rank waits for the decision."""
-        self._store.add(f"{self._prefix}/waits/{rank}", 1)
-
-    def waited(self, rank: int) -> bytes:
-        """Returns how often a rank has said so; empty: it has not."""
-        return self._said(f"waits/{rank}")
-
-    def decide(self, asking: Iterable[int], why: str = "") -> None:
-        """Says who comes in: those who are ready.
-
-        Args:
-            asking: all who could.
-            why: they are not waited for; empty: only if all are ready.
-        """
-        asking = list(asking)
-        come = self.come(asking)
-        if why or come == asking:
-            self._store.compare_set(f"{self._prefix}/decision", "", json.dumps([come, why]))
-
-    def decided(self) -> tuple[list[int], str] | None:
-        """Returns who comes in, and why not all who could; None: nobody has decided."""
-        said = self._said("decision")
-        if not said:
-            return None
-        come, why = json.loads(said)
-        return come, why
-
-    def _said(self, what: str) -> bytes:
+    def _said(self, what: str) -> str:
         key = f"{self._prefix}/{what}"
-        return self._store.get(key) if self._store.check([key]) else b""
+        return self._store.get(key).decode() if self._store.check([key]) else ""

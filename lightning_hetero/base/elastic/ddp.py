@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.join import Invitation, JoiningRank
+from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.base.nodes import gather_nodes
 from lightning_hetero.base.run import Binder, EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class ElasticRun(EngineRun[Binder], ABC):
@@ -46,26 +44,6 @@ class ElasticRun(EngineRun[Binder], ABC):
 
 Run = TypeVar("Run", bound=ElasticRun[Any])
 T = TypeVar("T")
-
-
-class Meetings(Protocol):
-    """Where the ranks of a run meet before they reduce anything over ranks."""
-
-    @property
-    def trainer(self) -> Trainer: ...
-
-    def logged(self) -> str:
-        """Names what is reduced now, for `together`: ranks that log other values would mix them up."""
-        ...
-
-    def together(self, what: str, collective: Callable[[], T]) -> T:
-        """Meets all live ranks, the dead left out, and returns what the collective gives among them.
-
-        Args:
-            what: the purpose, the same on all ranks.
-            collective: leaves its arguments as they are: it may be made a second time.
-        """
-        ...
 
 
 class ElasticDDPStrategy(HeteroStrategy[Run]):

@@ -9,8 +9,8 @@
                                                  has not said "come" yet, and go on without it
     all: new process group                       cannot be made: members go on without, joining ranks ask again
     resumes from the checkpoint, connects
-    says "ready" ------------------------------> decide: all are ready, or one has stopped to beat; without that one
-                                                 another group is made; the epoch goes on      [coming]
+    comes to the meeting of all ---------------> wait there until it has come, or stopped to beat; without it other
+                                                 groups are made; the epoch goes on            [meetings]
 
 The joining rank resumes as from any checkpoint of Lightning's, so its counters, schedulers and callbacks are those of
 the others. The members wait for it before that epoch and nowhere else, and only when it has asked; a rank that has died
@@ -46,6 +46,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.run_store import StoreAddress
 from lightning_hetero.transport.store import BoundedStore, host_store, reach_store
 
@@ -142,12 +143,12 @@ class Invitation:
 
 def _open_seen(path: str) -> int:
     """Opens a file for reading, which on a shared file system may be seen a moment later; follows no link."""
-    deadline_s = time.monotonic() + _SEEN_S
+    deadline_s = awake_s() + _SEEN_S
     while True:
         try:
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
-            if time.monotonic() > deadline_s:
+            if awake_s() > deadline_s:
                 raise
             time.sleep(_PAUSE_S)
 
@@ -224,9 +225,9 @@ class JoinRequests:
     @staticmethod
     def _unread(store: BoundedStore, kind: str, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Returns who does not take away what was put there for him."""
-        deadline_s, left = time.monotonic() + timeout_s, list(ranks)
+        deadline_s, left = awake_s() + timeout_s, list(ranks)
         while left := [rank for rank in left if store.check([f"{kind}/{rank}"])]:
-            if time.monotonic() > deadline_s:
+            if awake_s() > deadline_s:
                 break
             time.sleep(_PAUSE_S)
         return left
@@ -258,7 +259,7 @@ class JoinRequests:
         """
         assert self._store is not None
         again = {rank for rank in ranks if self._store.check([f"{_ASKS}/{rank}"])}  # so it came to nothing before
-        return sorted(again | {*self._beats.silent(ranks, time.monotonic(), for_s=for_s)})
+        return sorted(again | {*self._beats.silent(ranks, awake_s(), for_s=for_s)})
 
     def _beat_of(self, rank: int) -> bytes:
         assert self._store is not None
@@ -356,15 +357,15 @@ class JoiningRank:
             PermissionError: the invitation may be somebody else's.
             OSError: it cannot be read.
         """
-        heard_s = time.monotonic()
+        heard_s = awake_s()
         while True:
             try:
                 store = _rendezvous(self._environment)
-                heard_s = time.monotonic()
+                heard_s = awake_s()
                 path = self._ask(store)
                 break
             except RuntimeError as error:  # the store moves when the members have noticed the death
-                if time.monotonic() - heard_s > _SILENT_S:
+                if awake_s() - heard_s > _SILENT_S:
                     raise RuntimeError(f"the run that rank {self._rank} wanted to join has ended: {error}") from error
                 time.sleep(_PAUSE_S)
         if not path:
@@ -384,10 +385,10 @@ class JoiningRank:
         called, invited = f"{_CALLED}/{self._rank}", f"{_INVITED}/{self._rank}"
         store.delete_key(invited)  # of an earlier try
         store.set(f"{_ASKS}/{self._rank}", self._asked)
-        deadline_s = time.monotonic() + _LOOK_S
+        deadline_s = awake_s() + _LOOK_S
         # After asking, so that one of the two sides sees the other. A new store has it soon.
         while not store.check([_RUN]):
-            if time.monotonic() > deadline_s:
+            if awake_s() > deadline_s:
                 return ""
             time.sleep(_PAUSE_S)
         while not store.check([invited]):

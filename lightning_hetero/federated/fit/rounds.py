@@ -125,7 +125,7 @@ class Rounds:
         if self._members.joining:
             assert self.clients is not None
             check_data([mine])
-            self.clients.gather("somebody comes")
+            self.clients.admission.come_in()
         self._exchange()
         clients, policy = self.binder.clients.values(), self._settings.policy
         check_data(list(clients))

@@ -72,7 +72,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.clients: Clients | None = None
         if settings.min_clients is not None:
             self.clients = self.rounds.clients = Clients(
-                trainer, strategy, self.channel, settings, invitation, store=self.store, changed=self.rounds.changed
+                trainer, strategy, self, settings, invitation, divide=self.rounds.changed
             )
         self.binder = self.rounds.binder
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -248,12 +248,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
         """Training is over, on all ranks."""
         if self.clients is not None:
             self.clients.finish()
-
-    def fail(self, error: BaseException) -> None:
-        """This rank failed: where others would go on without it, they are told why."""
-        super().fail(error)
-        if self.clients is not None and self.ends_others(error):
-            self.clients.fail(f"rank {self.members.rank} failed: {type(error).__name__}: {error}")
 
     def ends_others(self, error: BaseException) -> bool:
         """They go on if it was left behind, or is not yet one of them."""

@@ -13,7 +13,7 @@ from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.server import ServerOptimizer
 
-_COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
+COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: ranks train apart, and their parameters are averaged",
@@ -46,7 +46,7 @@ class FederatedSettings:
         """Returns the timeout of collectives: as given, but where clients may be lost of some that have just met."""
         if self.min_clients is None:
             return given
-        return min(given or timedelta(minutes=30), timedelta(seconds=max(_COLLECTIVE_S, self.liveness_s)))
+        return min(given or timedelta(minutes=30), timedelta(seconds=max(COLLECTIVE_S, self.liveness_s)))
 
     def agreed(self, shared: SharedSettings, ddp_arguments: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.ddp import ElasticRun
-from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
@@ -71,15 +70,16 @@ class StaleRun(ElasticRun[AssignedBinder]):
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         self.session = session = Session(trainer, settings, members, meetings=met)
         requests = JoinRequests(settings.environment)
-        groups = Groups(trainer, session, members, channel, settings)
-        self.admission = Admission(
-            trainer, session, members, groups, requests, store=self.store, generation=generation
-        )
         self.meetings = ServerMeetings(
-            trainer, session, members, groups, self.admission, liveness_s=settings.server.liveness_s,
+            trainer, session, members, channel, backend=settings.backend, timeout=settings.timeout,
+            liveness_s=settings.server.liveness_s, before_epoch=lambda: self.admission.admit(),
             leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
         )  # fmt: skip
+        self.admission = Admission(
+            trainer, self.meetings, members, requests, store=self.store, generation=generation
+        )
         self.admission.expect()
+        self.meetings.changed.append(self._regrouped)
         self.binder = AssignedBinder(trainer, channel, members, settings)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
@@ -87,7 +87,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
-        self._settings, self._groups = settings, groups
+        self._settings = settings
         self._invited_to = None if invitation is None else Address.of(invitation.address)
         self._stored: Mapping[str, Any] = {}
         self._callback_hooks = ExitStack()
@@ -148,6 +148,16 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.meetings.meet(why)
         self.session.bring_home()
         self.session.leave()
+
+    def _regrouped(self, before: tuple[int, ...]) -> None:
+        """Other ranks take part than before."""
+        alive = self._members.alive
+        self.admission.expect()
+        if 0 in before and 0 not in alive:  # of another's death rank 0 has told, when the server told it
+            self._members.warn_once(
+                f"rank 0 died; the others go on without, on {len(alive)} devices, with the same global batch: rank"
+                f" {alive[0]} writes checkpoints now, loggers of rank 0 log no more"
+            )
 
     def _end_epoch(self) -> None:
         if self.loop is not None:
@@ -337,7 +347,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             hosted = host_store(settings.host, settings.patience)
         host, port = self.channel.all_gather_object(None if hosted is None else (settings.host, hosted.port))[0]
         store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
-        self._groups.rebuild(members.alive, 0, store=store)
+        self.meetings.rebuild(store, 0)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
         return super().sizes_differ(error, StepLoop._end_batch, *again)

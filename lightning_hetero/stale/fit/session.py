@@ -27,7 +27,7 @@ from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed
 from lightning_hetero.stale.runtime.fork import ServerProcess
 from lightning_hetero.stale.runtime.layout import CompressionName, FlatLayout
-from lightning_hetero.stale.runtime.messages import Met
+from lightning_hetero.stale.runtime.messages import MetAtServer
 from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
@@ -128,6 +128,9 @@ class Session:
         """Returns who lives now, as the server tells everybody."""
         assert self.worker is not None
         return self.worker.alive()
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """The server knows who comes as soon as it is connected."""
 
     # ---- from here to a worker --------------------------------------------------------------------------------
 
@@ -242,11 +245,11 @@ class Session:
 
     # ---- with a worker ----------------------------------------------------------------------------------------
 
-    def meet(self, what: str, call: int | None = None) -> Met:
+    def meet(self, what: str, *, sound: bool = True, call: int | None = None) -> MetAtServer:
         """Waits at the server for all live ranks; see `Worker.meet`."""
         assert self.worker is not None
         self.meetings += 1
-        return self.worker.meet(self.meetings, what, call)
+        return self.worker.meet(self.meetings, what, call, sound=sound)
 
     def fetch_state(self) -> None:
         """Renews `state` (lowest rank), with the parameters of the very same version on this rank."""

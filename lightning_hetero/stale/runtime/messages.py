@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 
 from lightning_hetero.stale.decide.effects import Span
 from lightning_hetero.stale.decide.report import Counts, Measures
-from lightning_hetero.transport.base import RemoteFailureError
+from lightning_hetero.transport.base import RemoteFailureError, Reply
+from lightning_hetero.transport.flags import MeetFlag
+from lightning_hetero.transport.membership import Met
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +49,14 @@ class EpochBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class MetAtServer(Met):
     """All live workers have met.
 
     Attributes:
-        alive: their ranks.
-        generation: number of membership changes so far.
         counts: what the server has counted.
-        notices: what it has to say to people.
     """
 
-    alive: tuple[int, ...]
-    generation: int
-    counts: Counts
-    notices: Sequence[str]
+    counts: Counts = field(default_factory=Counts)
 
     @staticmethod
     def text(counts: Counts, notices: Sequence[str]) -> str:
@@ -68,11 +64,12 @@ class Met:
         return json.dumps({"counts": counts.as_dict(), "notices": notices})
 
     @classmethod
-    def read(cls, alive: Sequence[int], generation: int, text: str) -> Met:
+    def read(cls, reply: Reply) -> MetAtServer:
         """Returns what a reply says."""
-        with _understanding(text):
-            said = json.loads(text)
-            return cls(tuple(alive), generation, Counts.of(said["counts"]), said["notices"])
+        with _understanding(reply.text):
+            said = json.loads(reply.text)
+            sound = not reply.flags & MeetFlag.UNSOUND
+            return cls(tuple(reply.numbers), sound, tuple(said["notices"]), Counts.of(said["counts"]))
 
 
 def measures_text(measures: Measures) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,18 +16,19 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.fork import ServerProcess, Watched, fork_server
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Alive, WorkerLink
 from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import Listener
+from lightning_hetero.transport.membership import Limits
 from lightning_hetero.transport.progress import WAITS
 from lightning_hetero.transport.store import host_store
 
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
 _LOOK_S = 1.0  # the longest that the server waits for events: it shows progress, and looks for its rank
-_SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
+SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,14 +144,14 @@ def start_server(
             shards=settings.shards,
             limits=Limits(
                 connect_s=_AWAITED_S,
-                silence_s=_SILENT_SIGNS * settings.liveness_s,
+                silence_s=SILENT_SIGNS * settings.liveness_s,
                 meeting_s=timeout.total_seconds(),
             ),
             stamp=shown.stamp,
         )
         ready({"port": store.port}, Watched(lambda: shown.progress, listener.hangs, timeout.total_seconds()))
         try:
-            serve(server, listener, time.monotonic, orphaned=orphaned)
+            serve(server, listener, awake_s, orphaned=orphaned)
         finally:
             listener.close()
 
@@ -196,7 +196,7 @@ def serve(
     """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
 
     Args:
-        clock: monotonic time [s].
+        clock: monotonic time, as `awake_s` [s].
         orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
             have been silent for so long as a meeting waits for one.
     """

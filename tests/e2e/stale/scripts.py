@@ -42,13 +42,13 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import BoundedStalenessStrategy
-from lightning_hetero.base.elastic import groups
+from lightning_hetero.base.elastic import meetings
 
 gc.enable()
 FOLDER = Path(__file__).parent
-ALL_REDUCE = torch.distributed.all_reduce
 ASKED = {"start": "popen", "ranks": 3, "fault": None, "at": [1, 2], "step_s": 0.0, "liveness_s": 5.0, "save": False,
-         "resume": None, "epochs": 3, "train": 96, "transport": "auto", "falls": None, **json.loads(sys.argv[1])}
+         "resume": None, "epochs": 3, "train": 96, "transport": "auto", "falls": None, "op": "all_reduce",
+         **json.loads(sys.argv[1])}
 
 
 def data(samples, seed):
@@ -114,15 +114,17 @@ class Faults(Callback):
 
     def on_validation_epoch_end(self, trainer, module):
         if (ASKED["fault"] or [""])[0] == "kill in a collective" and not trainer.sanity_checking:
-            def all_reduce(*args, **kwargs):  # all have met, and wait for each other now
-                happen(trainer, "kill in a collective", 99)
-                return ALL_REDUCE(*args, **kwargs)
+            collective = getattr(torch.distributed, ASKED["op"])
 
-            torch.distributed.all_reduce = all_reduce
+            def falls(*args, **kwargs):  # all have met, and wait for each other now
+                happen(trainer, "kill in a collective", 99)
+                return collective(*args, **kwargs)
+
+            setattr(torch.distributed, ASKED["op"], falls)
 
 
 if ASKED["falls"] == int(os.environ.get("LOCAL_RANK", -1)):  # on its way into the group of those who are left
-    groups.rebuild_default_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    meetings.rebuild_default_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Report(Callback):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -497,9 +498,9 @@ def test_a_joining_ranks_checkpoint_that_cannot_be_saved_does_not_end_the_member
     """A full disk, or none: they train on, and try again after the next epoch."""
     (tmp_path / "file").touch()
     trainer = quiet_trainer(devices=1, max_epochs=2, default_root_dir=tmp_path / "file" / "folder")
-    nobody: Any = None
+    meetings: Any = SimpleNamespace(changed=[], place=SimpleNamespace(address="anywhere"))
     requests: Any = Asked()
-    admission = Admission(trainer, nobody, OneMissing(), nobody, requests, store=RunStore(None, b""))
+    admission = Admission(trainer, meetings, OneMissing(), requests, store=RunStore(None, b""))
     admission.expect()
     with pytest.warns(RuntimeWarning, match="rank 1 wants to join, and the checkpoint .* cannot be saved: .*Error"):
         trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
@@ -508,7 +509,7 @@ def test_a_joining_ranks_checkpoint_that_cannot_be_saved_does_not_end_the_member
     admission.admit()  # nobody is invited
 
     trainer = quiet_trainer(devices=1, max_epochs=1, default_root_dir=tmp_path)
-    admission = Admission(trainer, nobody, OneMissing(), nobody, requests, store=RunStore(None, b""))
+    admission = Admission(trainer, meetings, OneMissing(), requests, store=RunStore(None, b""))
     admission.expect()
     trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
     assert admission._asking == [1]

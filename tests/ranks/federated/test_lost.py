@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_hetero.federated.fit import averaging
 from lightning_hetero.federated.policy import FedAvgM
-from lightning_hetero.transport.base import RemoteFailureError, ServerLostError
+from lightning_hetero.transport.base import ServerLostError
 from lightning_hetero.transport.groups import leave_default_group
 from tests.ranks.federated.kit import EXACT, Plain, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks
@@ -56,10 +56,11 @@ class Loses(Plain):
 
     def vanish(self) -> None:
         roll: Any = self.trainer.strategy._run.clients._roll  # type: ignore[attr-defined]
+        roll._store.let_go()
         if self.trainer.global_rank:
-            roll.vanish()
+            roll._left.set()
         else:  # the store goes with its process
-            roll._store = self.trainer.strategy.members.hosted = None  # type: ignore[attr-defined]
+            self.trainer.strategy.members.hosted = None  # type: ignore[attr-defined]
             gc.collect()
         raise LostError
 
@@ -88,7 +89,7 @@ def losing(rank: int, world: int, who: int, where: str, strategy: dict[str, Any]
             fit(rank, world, made, loaders, module=module)
     except LostError:
         error = "lost"
-    except (RemoteFailureError, ServerLostError) as failure:
+    except (RuntimeError, ServerLostError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     finally:
         averaging.average_, averaging.average_states_ = average_, average_states_
@@ -198,4 +199,4 @@ def test_an_error_on_one_rank_is_told_to_all() -> None:
     first, own_error, third = run_ranks(3, caught_error)
     assert own_error == "own: the cause"
     for error in (first, third):
-        assert error == "RemoteFailureError: rank 1 failed: ValueError: the cause"
+        assert error == "RuntimeError: rank 1 failed: ValueError: the cause"

@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
+from lightning_hetero.transport.awake import AwakeClock
 from lightning_hetero.transport.base import (
     Alive,
     Arrived,
@@ -22,6 +22,7 @@ from lightning_hetero.transport.base import (
     Request,
     Say,
 )
+from lightning_hetero.transport.membership import Limits
 from tests.ranks.stale.kit import Setting
 from tests.ranks.stale.reference import mlp, sgd
 
@@ -109,12 +110,19 @@ def test_a_rank_that_never_connects_is_given_up_with_the_cause() -> None:
 
 def test_a_server_that_was_stopped_hears_who_came_meanwhile_before_it_gives_anybody_up() -> None:
     server, board = opened(2, 0, connect_s=90.0)
-    server.handle(meets(0), 1.0)
-    server.wake(500.0)  # 410 s late: the machine stood still
-    assert board.met(0) == ()
-    server.handle(Joined(1), 500.1)
-    server.handle(meets(1), 500.2)
-    server.wake(500.2)
+    told: list[tuple[float, list[Happened]]] = [
+        (1.0, [meets(0)]), (500.0, []), (500.1, [Joined(1)]), (500.2, [meets(1)]), (501.0, [Gone(0), Gone(1)])
+    ]  # 410 s late: the machine stood still
+    now, clock = [0.0], AwakeClock()
+
+    def events(timeout_s: float | None) -> list[Happened]:
+        if timeout_s == 0.0:
+            return []
+        now[0], happened = told.pop(0)
+        return happened
+
+    board.events = events  # type: ignore[method-assign]
+    serve(server, board, lambda: clock.at(now[0]))
     assert board.met(0) == board.met(1) == (0, 1) and server.wake_s() == math.inf
 
 
@@ -249,7 +257,7 @@ def orphaned_server(told: list[list[Happened]], times_s: list[float]) -> tuple[P
     server, board = opened(3, 0, 1, 2, silence_s=60.0)
     server.handle(Gone(0, "killed"), 1.0)
     clock = iter(times_s)
-    now = [1.0]
+    now, awake = [1.0], AwakeClock(beat_s=1.0)
     board.coming = told
 
     def events(timeout_s: float) -> list[Happened]:
@@ -259,7 +267,7 @@ def orphaned_server(told: list[list[Happened]], times_s: list[float]) -> tuple[P
         return board.coming.pop(0) if board.coming else []
 
     board.events = events  # type: ignore[method-assign]
-    serve(server, board, lambda: now[0], orphaned=lambda: True)
+    serve(server, board, lambda: awake.at(now[0]), orphaned=lambda: True)
     return server, board
 
 

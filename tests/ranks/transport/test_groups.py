@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -21,11 +22,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_hetero.base.elastic.groups import Groups
+from lightning_hetero.base.elastic import meetings
+from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.stale.decide.report import Counts
-from lightning_hetero.stale.fit.session import Session, StaleSettings
-from lightning_hetero.stale.runtime.messages import Met
 from lightning_hetero.transport.groups import (
     MemberMissingError,
     leave_default_group,
@@ -33,6 +32,7 @@ from lightning_hetero.transport.groups import (
     rebuild_default_group,
     shrink_sampler,
 )
+from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.side_channel import SideChannel
 from tests import warm
 from tests.ranks.harness import run_ranks
@@ -190,31 +190,94 @@ def test_nobody_waits_for_a_member_that_has_died() -> None:
     assert time.monotonic() - started_s < 20.0 and not dist.is_initialized()
 
 
-def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = Members(0, 5)
-    session = create_autospec(Session, instance=True, meetings=7)
-    left = [(0, 3, 4), (0, 3)]
+class Place:
+    """Where all meet; who is left is known before.
 
-    def meet(what: str) -> Met:
-        session.meetings += 1
-        return Met(left.pop(0), 9, Counts(), [f"at meeting {session.meetings}"])
+    Args:
+        told: what is said at each meeting: who lives, and whether it has worked for all.
+    """
 
-    session.meet.side_effect = meet
-    parts = [create_autospec(kind) for kind in (Trainer, SideChannel, StaleSettings)]
-    it = Groups(parts[0], session, members, *parts[1:])
-    tried: list[tuple[tuple[int, ...], int]] = []
+    def __init__(self, *told: tuple[tuple[int, ...], bool]) -> None:
+        self.told, self.meetings, self.came = list(told), 7, list[tuple[str, bool]]()
+        self.address = SimpleNamespace(host="127.0.0.1", port=1)
 
-    def rebuild(alive: tuple[int, ...], generation: int, *, living: Any) -> None:
-        assert living == session.alive
-        tried.append((alive, generation))
-        if len(tried) <= 2:
-            raise MemberMissingError(generation, [alive[1]], 1.0)
+    def alive(self) -> tuple[int, ...]:
+        return ()
+
+    def expect(self, ranks: Any) -> None: ...
+
+    def meet(self, what: str, *, sound: bool = True) -> Met:
+        self.meetings += 1
+        self.came.append((what, sound))
+        return Met(*self.told.pop(0), (f"at meeting {self.meetings}",))
+
+
+def meetings_at(place: Place, monkeypatch: pytest.MonkeyPatch, *fails: bool) -> tuple[Meetings, list[Any]]:
+    """Of rank 0 of five, which makes no process groups: it notes which, or fails as it is said."""
+    trainer, channel = create_autospec(Trainer), create_autospec(SideChannel)
+    channel.group = None
+    it = Meetings(
+        trainer, place, Members(0, 5), channel, backend="gloo", timeout=None, silence_s=6.0, collective_s=60.0
+    )
+    made, failing = list[Any](), list(fails)
+
+    def rebuild(store: Any, generation: int, *, meeting_s: float, living: Any) -> None:
+        assert living == place.alive and meeting_s == 6.0
+        made.append((it._members.alive, generation))
+        if failing and failing.pop(0):
+            raise MemberMissingError(generation, [it._members.alive[1]], 1.0)
 
     monkeypatch.setattr(it, "rebuild", rebuild)
-    with pytest.warns(RuntimeWarning) as said:
-        alive = it.rebuild_among_living((0, 2, 3, 4), 7)
-    assert [str(one.message) for one in said] == ["at meeting 8", "at meeting 9"]
-    assert tried == [((0, 2, 3, 4), 7), ((0, 3, 4), 8), ((0, 3), 9)] and alive == tried[-1][0]
+    monkeypatch.setattr(meetings, "dist", SimpleNamespace(TCPStore=lambda *_, **__: None, get_backend=lambda: "gloo",
+                        group=SimpleNamespace(WORLD=None), Backend=dist.Backend))  # fmt: skip
+    monkeypatch.setattr(meetings, "limit_waits", lambda *_: None)
+    return it, made
+
+
+ALL = (0, 1, 2, 3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:at meeting")
+def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(((0, 2, 3, 4), True), ((0, 3, 4), False), ((0, 3), False), ((0, 3), True))
+    it, made = meetings_at(place, monkeypatch, True, True)
+    told: list[Any] = []
+    it.changed.append(told.append)
+    it.gather("epoch ends")
+    assert made == [((0, 2, 3, 4), 8), ((0, 3, 4), 9), ((0, 3), 10)]
+    assert place.came[0] == ("epoch ends", True) and [sound for _, sound in place.came] == [True, False, False, True]
+    assert told == [ALL] and it._members.alive == (0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:at meeting")
+def test_what_fails_on_one_rank_is_undone_and_made_again_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it has worked, elsewhere not: the second meeting says so; without the rank that was lost it works."""
+    place = Place((ALL, True), ((0, 1), False), ((0, 1), False), ((0, 1), True), ((0, 1), True))
+    it, made = meetings_at(place, monkeypatch)
+    calls: list[str] = []
+
+    def save() -> Any:
+        calls.append("saved")
+        return lambda: calls.append("undone")
+
+    assert it.together("average", lambda: calls.append("made") or len(calls), save) == 5
+    assert calls == ["saved", "made", "undone", "saved", "made"] and made == [((0, 1), 10)]
+    anew = "process groups are made anew"
+    assert [what for what, _ in place.came] == ["average", "average: made", "average", anew, "average: made"]
+    assert [sound for _, sound in place.came] == [True, True, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:at meeting")
+def test_what_fails_though_nobody_is_lost_is_tried_a_few_times_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(*[(ALL, True), (ALL, False)], *[(ALL, False), (ALL, True), (ALL, False)] * 7)
+    it, made = meetings_at(place, monkeypatch)
+
+    def fails() -> None:
+        raise RuntimeError("the cause")
+
+    with pytest.raises(RuntimeError, match="the cause"):
+        it.together("average", fails)
+    assert len(made) == 7
 
 
 def one_that_fails_alone(rank: int, world: int) -> float:

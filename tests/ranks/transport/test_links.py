@@ -38,7 +38,7 @@ REQUEST = Request(
 REPLY = Reply(
     kind=Say.ASSIGNED, epoch=3, global_step=70_001, version=1 << 40, assignment=10, micro=4, hint_start=5,
     hint_end=1 << 33,
-    generation=7, flags=1, numbers=(1, -2, 1 << 62), text="go on",
+    flags=1, numbers=(1, -2, 1 << 62), text="go on",
 )  # fmt: skip
 
 

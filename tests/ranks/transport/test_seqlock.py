@@ -24,7 +24,7 @@ requests = st.builds(
 )  # fmt: skip
 replies = st.builds(
     Reply, kind=st.sampled_from(Say), epoch=int32, global_step=int32, version=int64, assignment=int64, micro=uint16,
-    hint_start=int64, hint_end=int64, generation=int32, flags=uint32, **payload,
+    hint_start=int64, hint_end=int64, flags=uint32, **payload,
 )  # fmt: skip
 
 

@@ -11,11 +11,12 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Assigned, Passed
 from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.runtime.messages import measures_text
-from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 from lightning_hetero.transport.listener import Listener
+from lightning_hetero.transport.membership import Membership
 
 
 class Answers:
@@ -26,7 +27,7 @@ class Answers:
         area: uint8 flat parameters and buffers, what is published.
         batch: its contributions may lie in a worker's slot until that is answered.
         coordinator: knows global step and version.
-        live_workers: have notices for workers.
+        members: have notices for workers.
         epochs: know the epoch's number, and what each global step did.
         counts: what is told of them, and where held workers are counted.
 
@@ -37,11 +38,11 @@ class Answers:
     """
 
     def __init__(
-        self, listener: Listener, area: Tensor, batch: OpenBatch, coordinator: Coordinator, live_workers: LiveWorkers,
+        self, listener: Listener, area: Tensor, batch: OpenBatch, coordinator: Coordinator, members: Membership,
         epochs: AnnouncedEpochs, counts: Counts,
     ) -> None:  # fmt: skip
         self._listener, self._area, self._batch, self._coordinator = listener, area, batch, coordinator
-        self._live_workers, self._epochs, self._counts = live_workers, epochs, counts
+        self._members, self._epochs, self._counts = members, epochs, counts
         self.failure: str | None = None
         self.claims: dict[int, tuple[Request, float]] = {}
         self.paused: dict[int, int] = {}
@@ -99,7 +100,7 @@ class Answers:
             assignment=granted.assignment,
             micro=granted.micro, numbers=[number for span in granted.spans for number in span],
             hint_start=granted.hint[0], hint_end=granted.hint[1],
-            flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
+            flags=self._coordinator.policy.threshold_for(len(self._members.live)) or 0,
         )  # fmt: skip
 
     def _claim_of(self, rank: int, now: float) -> Request:
@@ -126,9 +127,9 @@ class Answers:
             self._wasted.discard(rank)
             said["wasted"] = True
         if not said.get("text"):
-            said["text"] = "\n".join(self._live_workers.take_notices(rank))
+            said["text"] = "\n".join(self._members.take_notices(rank))
         here = {
             "epoch": self._epochs.number, "global_step": self._coordinator.global_step,
-            "version": self._coordinator.version, "generation": self._live_workers.generation,
+            "version": self._coordinator.version,
         }  # fmt: skip
         self._listener.reply(rank, Reply(kind=kind, **{**here, **said}))

@@ -35,13 +35,14 @@ from lightning_hetero.stale.decide.effects import (
 )
 from lightning_hetero.stale.decide.policy import Asynchronous
 from lightning_hetero.stale.decide.report import Counts
-from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers, RunEndsError
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 from lightning_hetero.transport.listener import Listener
+from lightning_hetero.transport.membership import Membership, RunEndsError
 
 
 class Pushed(NamedTuple):
@@ -62,18 +63,18 @@ class Pushes:
         batch: the sums of gradients.
         answers: which workers wait for what.
         epochs: keep what each global step did.
-        live_workers: told of what is left out.
+        members: told of what is left out.
         counts: where all is counted.
         stop: a gradient with NaN or Inf ends the run; else its samples are left out.
     """
 
     def __init__(
         self, *, listener: Listener, updater: Updater, coordinator: Coordinator, batch: OpenBatch, answers: Answers,
-        epochs: AnnouncedEpochs, live_workers: LiveWorkers, counts: Counts, stop: bool,
+        epochs: AnnouncedEpochs, members: Membership, counts: Counts, stop: bool,
     ) -> None:  # fmt: skip
         self._listener, self._updater, self._coordinator = listener, updater, coordinator
         self._batch, self._answers, self._epochs = batch, answers, epochs
-        self._live_workers, self._counts, self._stop = live_workers, counts, stop
+        self._members, self._counts, self._stop = members, counts, stop
 
     def carry_out(self, effects: Sequence[Effect], now: float, pushed: Pushed | None = None) -> None:
         """Carries out what the coordinator decided.
@@ -189,5 +190,5 @@ class Pushes:
             raise RunEndsError(
                 f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out"
             )
-        self._live_workers.notify(f"{where}; its {push.samples} samples are left out")
+        self._members.notify(f"{where}; its {push.samples} samples are left out")
         return False

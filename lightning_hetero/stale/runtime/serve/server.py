@@ -1,6 +1,6 @@
 """The parameter server: parameters and optimizer state, and what happens to them (layer T).
 
-    listener.events() -> ParameterServer.handle -> Meeting, AnnouncedEpochs           what all must do alike
+    listener.events() -> ParameterServer.handle -> Membership, AnnouncedEpochs        who is there, what all do alike
                                                 -> Pushes -> Coordinator -> effects -> OpenBatch   sums, optimizers
                                                                                     -> Answers     answers, versions
 
@@ -21,25 +21,21 @@ from torch.optim import Optimizer
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
-from lightning_hetero.stale.runtime.serve.agreement import (
-    AnnouncedEpochs,
-    Limits,
-    LiveWorkers,
-    Meeting,
-    RunEndsError,
-)
+from lightning_hetero.stale.runtime.messages import MetAtServer, failure_text, state_bytes
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
 from lightning_hetero.stale.runtime.serve.pushes import Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Request, Say
-from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.flags import MeetFlag, PushFlag
 from lightning_hetero.transport.listener import Listener
+from lightning_hetero.transport.membership import Come, Limits, Membership, RunEndsError
 from lightning_hetero.transport.progress import Stamp
 
 _log = logging.getLogger(__name__)
+_WITHOUT = "the others go on without, on {} devices, with the same global batch: its samples go to them"
 
 
 class ParameterServer:
@@ -91,16 +87,15 @@ class ParameterServer:
             divide_by=divide_by, stamp=stamp,
         )  # fmt: skip
         self._batch = OpenBatch(self._updater, coordinator, self.counts)
-        self._live_workers = LiveWorkers(coordinator.live, limits)
-        self._meeting = Meeting()
+        self._members = Membership(coordinator.live, limits, without=_WITHOUT)
         self._meeting_due_s = math.inf  # when to see whether all have come [s]
         self._epochs = AnnouncedEpochs(layout.digest)
         self._answers = Answers(
-            listener, area, self._batch, coordinator, self._live_workers, self._epochs, self.counts
+            listener, area, self._batch, coordinator, self._members, self._epochs, self.counts
         )
         self._pushes = Pushes(
             listener=listener, updater=self._updater, coordinator=coordinator, batch=self._batch,
-            answers=self._answers, epochs=self._epochs, live_workers=self._live_workers, counts=self.counts,
+            answers=self._answers, epochs=self._epochs, members=self._members, counts=self.counts,
             stop=nonfinite == "stop",
         )  # fmt: skip
         self._answers.publish()
@@ -110,7 +105,7 @@ class ParameterServer:
 
         These are told, for the case that they wake.
         """
-        workers = self._live_workers
+        workers = self._members
         if workers.deserted:
             return True
         if not workers.all_silent(now):
@@ -125,7 +120,7 @@ class ParameterServer:
 
     @property
     def finished(self) -> bool:
-        return self._live_workers.finished
+        return self._members.finished
 
     # ---- events -----------------------------------------------------------------------------------------------
 
@@ -137,12 +132,12 @@ class ParameterServer:
             now: time [s], monotonic.
         """
         if not isinstance(happened, Gone):
-            self._live_workers.heard(happened.rank, now)
+            self._members.heard(happened.rank, now)
         if isinstance(happened, Arrived):
             self.stamp(happened.request.kind, happened.rank)
             self._request(happened.rank, happened.request, now)
         elif isinstance(happened, Joined):
-            self._live_workers.joined(happened.rank, now)
+            self._members.joined(happened.rank, now)
             if self._answers.failure is None:
                 self._pushes.carry_out(self.coordinator.joined(happened.rank, now), now)
         elif isinstance(happened, Gone):
@@ -152,7 +147,7 @@ class ParameterServer:
 
     def wake(self, now: float) -> None:
         """Does what is due by now."""
-        for rank, reason in self._live_workers.overdue(self._meeting, now):
+        for rank, reason in self._members.overdue(now).items():
             self._leave_behind(rank, reason, now)
         if self._answers.failure is None:
             self._pushes.carry_out(self.coordinator.wake(now), now)
@@ -162,7 +157,7 @@ class ParameterServer:
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
-        due_s = self._live_workers.overdue_s(self._meeting)
+        due_s = self._members.overdue_s
         if self._answers.failure is not None:
             return due_s
         return min(self.coordinator.wake_s(), due_s, self._meeting_due_s)
@@ -170,13 +165,7 @@ class ParameterServer:
     @property
     def meets(self) -> bool:
         """Whether all who live have come to a meeting, which the next `wake` answers."""
-        return self._meeting_due_s < math.inf and self._meeting_is_full
-
-    @property
-    def _meeting_is_full(self) -> bool:
-        """Whether all who live have come; of one that is silent that is not known, though it may have come."""
-        workers = self._live_workers
-        return self._meeting.is_full(workers.live) and not workers.silent(self._meeting)
+        return self._meeting_due_s < math.inf and self._members.is_full
 
     def fail(self, text: str) -> None:
         """Tells everybody, now and later, that the run cannot go on."""
@@ -189,19 +178,18 @@ class ParameterServer:
     def _gone(self, gone: Gone, now: float) -> None:
         rank = gone.rank
         self._epochs.forget(rank)
-        self._live_workers.gone(rank, gone.reason)
+        self._members.gone(rank, gone.reason)
         self._without(rank, now)
 
     def _leave_behind(self, rank: int, reason: str, now: float) -> None:
         """Nobody waits for a worker any more; should it live after all, it is told."""
-        self._live_workers.gone(rank, reason, what="was left behind")
+        self._members.gone(rank, reason, what="was left behind")
         self.listener.dismiss(rank, f"rank {rank} was left behind: {reason}. Start it again to have it join the others")
         self._gone(Gone(rank, reason), now)
 
     def _without(self, rank: int, now: float) -> None:
         """The others go on without a worker."""
         self._answers.forget(rank)
-        self._meeting.forget(rank)
         if self._answers.failure is None:
             self._pushes.carry_out(self.coordinator.lost(rank, now), now)
             self._pushes.settle()
@@ -212,11 +200,11 @@ class ParameterServer:
         self._answers.asked(rank)
         if kind is Ask.LEAVE:
             self._answers.answer(rank, Say.DONE)
-            self._live_workers.left(rank)
+            self._members.left(rank)
             self._without(rank, now)
         elif kind is Ask.ABORT:
             self._answers.answer(rank, Say.DONE)
-            self._live_workers.left(rank)
+            self._members.left(rank)
             self.fail(f"worker {rank} failed: {request.text}")
         elif self._answers.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
             self._answers.answer(rank, Say.FAILED, text=self._answers.failure)
@@ -244,10 +232,11 @@ class ParameterServer:
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
             self._pushes.carry_out(self.coordinator.give_back(rank, None, now), now)
-            if request.global_step <= self._meeting.last:
+            if request.global_step <= self._members.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
-            self._meeting.ask(rank, request, now)
+            sound = not request.flags & MeetFlag.UNSOUND
+            self._members.come(rank, Come(request.global_step, request.text, sound, request.steps), now)
             self._meeting_due_s = now
         elif kind in (Ask.STATE, Ask.METRICS):
             try:
@@ -268,7 +257,7 @@ class ParameterServer:
     def _tell(self, rank: int, request: Request) -> None:
         """Answers a question."""
         if request.kind is Ask.METRICS:
-            alive = sorted(self._live_workers.live)
+            alive = sorted(self._members.live)
             self._answers.answer(rank, Say.DONE, numbers=alive, text=self._answers.measures_text())
             return
         state = self.state()
@@ -286,7 +275,7 @@ class ParameterServer:
                 request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.global_step, now=now
             )
             self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
-            self._epochs.begin(request.epoch, epoch, self._live_workers.live)
+            self._epochs.begin(request.epoch, epoch, self._members.live)
             self._batch.begin()
         hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
         self._answers.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
@@ -311,21 +300,22 @@ class ParameterServer:
         if now < self._meeting_due_s:
             return
         self._meeting_due_s = math.inf
-        if not self._meeting_is_full:
-            return
         try:
-            met = self._meeting.complete(self._live_workers.live)
-            one = next(iter(met.values()))
-            for o in bits(one.steps):  # they have met for a method that an optimizer has besides its step
-                self._updater.call(o, one.text)
+            if (met := self._members.meet()) is None:
+                return
+            why, alive, sound = met
+            for o in bits(why.steps):  # they have met for a method that an optimizer has besides its step
+                self._updater.call(o, why.what)
                 self._answers.publish()
         except RunEndsError as error:
             self.fail(str(error))
             return
-        alive = sorted(self._live_workers.live)
-        for rank, request in met.items():
-            text = Met.text(self.counts, self._live_workers.take_notices(rank))
-            self._answers.answer(rank, Say.MET, global_step=request.global_step, numbers=alive, text=text)
+        for rank in alive:
+            text = MetAtServer.text(self.counts, self._members.take_notices(rank))
+            self._answers.answer(
+                rank, Say.MET, global_step=why.number, numbers=alive, text=text,
+                flags=MeetFlag(0) if sound else MeetFlag.UNSOUND,
+            )  # fmt: skip
 
     # ---- state ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALU
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import (
     EpochBegin,
-    Met,
+    MetAtServer,
     failure_of,
     failure_text,
     measures_of,
@@ -35,7 +35,7 @@ from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, 
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
 from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError, WorkerLink
-from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+from lightning_hetero.transport.flags import MeetFlag, PushFlag, ReplyFlag
 
 
 class Worker:
@@ -190,7 +190,7 @@ class Worker:
         flags = request.flags | self._wanted
         return self._answered(self._call(replace(request, slot=slot, compute_s=compute_s(), flags=flags)))
 
-    def meet(self, number: int, what: str = "", call: int | None = None) -> Met:
+    def meet(self, number: int, what: str = "", call: int | None = None, *, sound: bool = True) -> MetAtServer:
         """Waits for all live workers to meet, too.
 
         Args:
@@ -198,6 +198,7 @@ class Worker:
             what: its purpose; the same everywhere, or the run fails and names both sides.
             call: number of an optimizer whose method the server is to call, when all have come: ``what`` begins with
                 its name and a bracket. Pull afterwards.
+            sound: what was done since the last meeting has worked here.
         """
         self.weights.look_where_all_meet()
         steps = 0 if call is None else 1 << call
@@ -206,12 +207,13 @@ class Worker:
                 f"{what}: parameters or buffers were changed on rank {self.link.rank} before it, which the parameter"
                 " server, where it is called, does not know. Change them behind it, or use strategy='hetero_balanced'"
             )
-        reply = self._call(Request(kind=Ask.MEET, global_step=number, text=what, steps=steps))
+        flags = MeetFlag(0) if sound else MeetFlag.UNSOUND
+        reply = self._call(Request(kind=Ask.MEET, global_step=number, text=what, steps=steps, flags=flags))
         self.weights.stop()
         if steps:
             self.weights.version = -1  # whatever is here
         self._wanted = PushFlag(0)  # for a batch that is over
-        return Met.read(reply.numbers, reply.generation, reply.text)
+        return MetAtServer.read(reply)
 
     @property
     def awaits_measures(self) -> bool:
