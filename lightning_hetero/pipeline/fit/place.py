@@ -59,15 +59,20 @@ class Holdings:
         whole: collects and divides state dicts.
         sync: sums gradients.
         own: the parameters that this rank holds.
+        known: what the module consists of.
+        in_between: no batch has been trained since the module was looked at, see `RankInPlan.look`.
     """
 
-    def __init__(self, run: RunOnRank, ownership: Ownership, wires: Wires) -> None:
+    in_between = True
+
+    def __init__(self, run: RunOnRank, ownership: Ownership, wires: Wires, former: Sequence[Tensor] = ()) -> None:
         module, failures = run.module, run.failures
         self.ownership = ownership
         self.whole = WholeState(module, ownership, group=run.channel.group)
         wait = partial(failures.wait, polled=device_of(run.settings.device).asynchronous)
         self.sync = GradientSync(module, ownership, groups=wires.owners, least_bytes=_LEAST_BYTES, wait=wait)
         self.own = [p for p in module.parameters() if not p.is_meta]
+        self.known = Known(module, run.backbone, former)
 
 
 class RankInPlan:
@@ -92,12 +97,10 @@ class RankInPlan:
         emulation: what is put around all this where devices or links are emulated.
         busy: this rank's own work.
         evaluation: runs validation, test and prediction steps.
-        in_between: no batch has been trained since the module was looked at, see `look`.
     """
 
     predicted_s: tuple[float, ...]
     elsewhere: set[int]
-    in_between = True
 
     def __init__(self, run: RunOnRank, planned: PlanResult) -> None:
         self.run, self.planned = run, planned
@@ -121,7 +124,7 @@ class RankInPlan:
         self.group: GroupPlan | None = None
         self.runner: StageRunner | None = None
         self.evaluation = EvaluationBatches(run, self.logs)
-        self._hold(ownership)
+        self.held = Holdings(run, ownership, self._wires)
         self.follow(planned)
         if run.trainer.predicting:
             self.evaluation.expect()
@@ -155,9 +158,9 @@ class RankInPlan:
         Raises:
             RuntimeError: on all ranks, with the names, why it cannot be divided anew, and the ways out.
         """
-        run, in_between, self.in_between = self.run, self.in_between, True
-        change, group, wait = self._known.change(run.module), run.channel.group, run.failures.wait
-        own = {*map(id, run.module.parameters()), *self._known.ids}
+        run, held, in_between = self.run, self.held, self.held.in_between
+        change, group, wait = held.known.change(run.module), run.channel.group, run.failures.wait
+        own, held.in_between = {*map(id, run.module.parameters()), *held.known.ids}, True
         strangers = [parameter for parameter in self._optimized() if id(parameter) not in own]
         some = start_sum(torch.tensor([float(bool(change.names or strangers))]), group)
         wait(some.work)
@@ -172,29 +175,24 @@ class RankInPlan:
                 run.backbone = found
             under = partial(run.ownership_under, self.planned.plan)
             ownership = divide_anew(
-                run.module, run.optimizers, self._known, under, self.here,
+                run.module, run.optimizers, held.known, under, self.here,
                 device=run.settings.device, group=group, wait=wait,
             )  # fmt: skip
-        self.held.sync.close()
+        held.sync.close()
         self._wires.prepare(self.planned.plan, ownership)
-        self._hold(ownership, self._optimized())
+        self.held = Holdings(run, ownership, self._wires, self._optimized())
         self.group = None  # the runner is made anew, too
         self.follow(self.planned)
         return change.trained
 
     def refuse_changed(self) -> None:
-        """Checks when an evaluation begins that layers and parameters are those that were divided.
+        """Checks, when an evaluation begins or layers are to move, that these are the layers that were divided.
 
         Raises:
             RuntimeError: they are not, with the names and the ways out.
         """
         with changed_late(self.run.channel.rank):
-            refuse_change(self._known.change(self.run.module), in_between=False)
-
-    def _hold(self, ownership: Ownership, former: Sequence[Tensor] = ()) -> None:
-        run = self.run
-        self.held = Holdings(run, ownership, self._wires)
-        self._known = Known(run.module, run.backbone, former)
+            refuse_change(self.held.known.change(self.run.module), in_between=False)
 
     def _optimized(self) -> list[Tensor]:
         return [p for optimizer in self.run.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -221,6 +219,7 @@ class RankInPlan:
         if _structure(planned.plan) == _structure(self.planned.plan):
             self.follow(planned)
             return 0
+        self.refuse_changed()
         new = self.run.ownership_under(planned.plan)
         self._wires.prepare(planned.plan, new)
         migration = Migration(
@@ -238,7 +237,7 @@ class RankInPlan:
         )
         self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
-        self._hold(new, self._optimized())
+        self.held = Holdings(self.run, new, self._wires, self._optimized())
         self.follow(planned)
         return migration.size_bytes
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.pipeline.fit.leader_step import acting_step
 from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
-from lightning_hetero.pipeline.runtime.ownership.changes import Change
+from lightning_hetero.pipeline.runtime.ownership.changes import ModuleChange
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 
@@ -91,13 +91,15 @@ def changed_late(rank: int) -> Iterator[None]:
         error.args = (
             f"on rank {rank} the module is another one than when its layers were divided: {error}. In a pipeline each"
             " rank has a part of it, which is divided before training, and anew if all ranks change it in on_fit_start,"
-            " on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so in"
+            " on_train_start, on_train_epoch_start or on_train_epoch_end. ModuleChange it there, or build it so in"
             " configure_model, or use strategy='hetero_balanced'",
         )
         raise
 
 
-def refuse_change(change: Change, strangers: Sequence[Tensor] = (), *, in_between: bool, copies: bool = False) -> None:
+def refuse_change(
+    change: ModuleChange, strangers: Sequence[Tensor] = (), *, in_between: bool, copies: bool = False
+) -> None:
     """Checks that a module which has been changed can be divided anew.
 
     Args:
@@ -218,7 +220,7 @@ def layers_alike(
                     raise RuntimeError(
                         f"training_step on rank {torch.distributed.get_rank()} has changed {names[id(part)]}.{name}, of"
                         " a layer that another rank runs: in a pipeline only the first rank of each group runs"
-                        " training_step. Change it in on_train_batch_start, which all ranks run, or use"
+                        " training_step. ModuleChange it in on_train_batch_start, which all ranks run, or use"
                         " strategy='hetero_balanced'"
                     )
                 stock(part, name, value)

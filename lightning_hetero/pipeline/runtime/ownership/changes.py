@@ -43,7 +43,7 @@ class Known:
         self._kinds = {name: _kind(t) for name, t in self._tensors.items() if isinstance(t, nn.Parameter)}
         self.ids = set(map(id, (*self._tensors.values(), *self._others)))
 
-    def change(self, module: nn.Module) -> Change:
+    def change(self, module: nn.Module) -> ModuleChange:
         """Returns what has been added, removed or replaced since; values do not count, nor do buffers' new tensors."""
         tensors, parts, then = named(module), _parts(module, self._backbone), self._tensors
         names = tensors.keys() ^ then.keys()
@@ -52,10 +52,10 @@ class Known:
                 names.add(name)
         trained = any(isinstance(t, nn.Parameter) for n, t in (*then.items(), *tensors.items()) if n in names)
         layers = {name for name in {**self._parts, **parts} if self._parts.get(name) is not parts.get(name)}
-        return Change([*sorted(layers), *sorted(names)], trained=trained or bool(layers), layers=bool(layers))
+        return ModuleChange([*sorted(layers), *sorted(names)], trained=trained or bool(layers), layers=bool(layers))
 
 
-class Change(NamedTuple):
+class ModuleChange(NamedTuple):
     """What is different.
 
     Attributes:
