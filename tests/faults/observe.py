@@ -19,7 +19,6 @@ from tests.e2e.programs import left_in
 from tests.faults.cells import Cell
 from tests.faults.job import unix_sockets
 
-
 GRACE_S = 20.0  # what children have to end when the processes that were started by hand have
 
 
