@@ -58,6 +58,7 @@ BOUNDED: dict[str, set[str]] = {
         "pipeline/runtime/ownership/gradients.py::Bucket.collect",
         "pipeline/runtime/ownership/gradients.py::GradientSync._total",
         "transport/run_store.py::RunStore.ask",
+        "transport/store.py::_within",
     },
     "a daemon thread's own loop: the training thread waits with a deadline, and closes what this one waits for": {
         "lightning_compat/process_launchers.py::ProcessLauncher._answer",
@@ -82,7 +83,6 @@ BOUNDED: dict[str, set[str]] = {
         "transport/listener.py::Listener._read",
         "transport/sockets.py::accept_from",
         "transport/sockets.py::connect_to_unix",
-        "transport/sockets.py::receive_exactly",
         "transport/sockets.py::receive_into",
         "transport/sockets.py::receive_welcome",
         "transport/sockets.py::wait_in_turns",

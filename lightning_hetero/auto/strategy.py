@@ -27,6 +27,7 @@ from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks import ThrottleCallback
+from lightning_hetero.checked import real
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat.strategies import follow, hand_over
 from lightning_hetero.measure.device import device_of, is_out_of_memory
@@ -80,12 +81,10 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
         names: list[Any] = [given] if isinstance(given, str) else list(given)
         if not names or set(names) - set(ENGINES):
             raise ValueError(f"engines={engines!r} must be one or more of {', '.join(ENGINES)}")
-        if not (isinstance(warm_up_s, int | float) and 0 < warm_up_s <= 60):
-            raise ValueError(f"warm_up_s={warm_up_s!r} must be > 0 and at most 60 (seconds)")
         if set(options or {}) - set(names):
             raise ValueError(f"options={options!r} must be arguments by engine, of {', '.join(names)}")
         self.engines: tuple[ChosenName, ...] = tuple(name for name in ENGINES if name in names)
-        self.warm_up_s = float(warm_up_s)
+        self.warm_up_s = real("warm_up_s", warm_up_s, above=True, most=60.0)
         self.options = {name: dict(given) for name, given in (options or {}).items()}
         self.choice: Choice | None = None
         self._given = {"accelerator": accelerator, **ddp}

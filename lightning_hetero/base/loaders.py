@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torch import nn
@@ -18,7 +19,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.checks import check_choice, check_counts
 from lightning_hetero.base.orders import OrderFinder
 from lightning_hetero.base.own_data import own_data_in
-from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part, Split
+from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part
 from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
@@ -240,7 +241,7 @@ class PartBinder(LoaderBinder[Bound]):
         assert bound.order is not None
         sampler = GlobalBatchSampler(
             bound.order,
-            split=self._split_of(bound),
+            split=partial(self.split, bound),
             rank=self._channel.rank,
             least=least,
             costs=costs,
@@ -267,7 +268,7 @@ class PartBinder(LoaderBinder[Bound]):
             rank=self._channel.rank,
             world_size=self._channel.world_size,
             global_batch_size=bound.full,
-            split=self._split_of(bound),
+            split=partial(self.split, bound),
             least=least,
             position=self._begin_stream,
             on_fetch=bound.handed.append,
@@ -279,9 +280,6 @@ class PartBinder(LoaderBinder[Bound]):
         self._bound.append(bound)
         self._stale = True
         return bound.loader
-
-    def _split_of(self, bound: Bound) -> Split:
-        return lambda epoch, step, total: self.split(bound, epoch, step, total)
 
     def _begin(self) -> tuple[int, int]:
         """A pass over a copy begins: returns the epoch, and the number of the next batch in it."""

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
-from lightning_hetero.data.batches import HandedParts, Part
+from lightning_hetero.data.batches import HandedParts
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -95,15 +95,8 @@ class _Alone:
         return list(indices)
 
 
-class _Unopened(HandedParts):
-    """Whole batches need no note of which part they are."""
-
-    def append(self, x: Part, /) -> None:
-        pass
-
-
 class _WholeBatches(PartBinder[BoundLoader]):
-    """Copies whose batches are whole global batches."""
+    """Copies whose batches are whole global batches; no note is needed of which part each of them is."""
 
     def __init__(self, trainer: Trainer, shared: SharedSettings, strategy_name: str) -> None:
         super().__init__(trainer, _Alone(), strategy_name=strategy_name, shared=shared, stream="shared")
@@ -111,15 +104,15 @@ class _WholeBatches(PartBinder[BoundLoader]):
     def process(self, loader: object) -> DataLoader:
         loader, spec, _ = self._inspect(loader)
         if spec.kind == "stream":
-            bound = BoundLoader(
-                spec=spec, full=self.orders.batch_of_all(spec), order=None, handed=_Unopened()
-            )
+            full = self.orders.batch_of_all(spec)
+            bound = BoundLoader(spec=spec, full=full, order=None, handed=HandedParts(maxlen=0))
             return self._read_stream(bound, loader, "shared")
         order = self.orders.order(loader, spec, len(self._bound))
         if not self._bound:
             order = self.orders.continued(order)
         self.orders.check_position(order.global_batch_size)
-        bound = BoundLoader(spec=spec, full=order.global_batch_size, order=order, handed=_Unopened())
+        full = order.global_batch_size
+        bound = BoundLoader(spec=spec, full=full, order=order, handed=HandedParts(maxlen=0))
         return self._read_parts(bound, loader)
 
     def bind(self) -> None:

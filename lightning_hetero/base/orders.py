@@ -145,9 +145,9 @@ class OrderFinder:
         assert spec.batch_size is not None
         sizes: dict[str, Any] = {"global_batch_size": self.batch_of_all(spec), "drop_last": spec.drop_last}
         if spec.kind == "distributed" and (sampler.num_replicas, sampler.rank) == (channel.world_size, channel.rank):
-            samples = len(sampler.dataset)
-            if not (sampler.drop_last and samples % channel.world_size):  # that drops samples: they are its choice
-                return ShuffledOrder(samples, sampler=sampler, **sizes)
+            drops = sampler.drop_last and len(sampler.dataset) % channel.world_size
+            if not drops:  # which samples it drops is its choice
+                return ShuffledOrder(sampler, **sizes)
         if spec.kind.startswith("distributed") or not compat.uses_distributed_sampler(trainer):
             if self._global_batch_size not in (None, spec.batch_size * channel.world_size):
                 raise ValueError(
@@ -158,11 +158,10 @@ class OrderFinder:
                 sampler, batch_size=spec.batch_size, drop_last=spec.drop_last, seed=seed, channel=channel
             )
         if spec.kind == "plain":
-            assert spec.samples is not None
             # Like stock DDP, which shuffles every train loader except when overfitting.
             alike: dict[str, Any] = {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": seed}
             sampler = DistributedSampler(loader.dataset, shuffle=not compat.overfits(trainer), **alike)
-            return ShuffledOrder(spec.samples, sampler=sampler, **sizes)
+            return ShuffledOrder(sampler, **sizes)
         order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
         states = self.resume.get("orders", [])
         if len(states) > index:

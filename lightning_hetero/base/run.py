@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -98,6 +99,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         timeout: of collectives.
         settings: what must be the same on all ranks, as words; ``None``: this rank joins others, and asks nobody.
         store: where a rank that joins finds the run's store; None: nobody knows.
+        gloo_timeout: of the side channel itself, where the failure board ends its collectives; None: ``timeout``.
 
     Attributes:
         trainer: the running trainer.
@@ -120,7 +122,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
 
     def __init__(
         self, trainer: Trainer, *, timeout: timedelta | None, settings: Mapping[str, str] | None,
-        store: StoreAddress | None = None,
+        store: StoreAddress | None = None, gloo_timeout: timedelta | None = None,
     ) -> None:  # fmt: skip
         self.trainer = trainer
         self.module = trainer.lightning_module
@@ -131,7 +133,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         spare_inherited()
         if dist.get_world_size() > 1:
             own_memory(self.module)
-        self.channel = SideChannel(gloo_group(timeout))
+        self.channel = SideChannel(gloo_group(gloo_timeout or timeout))
         patience, strategy = timeout or default_pg_timeout, trainer.strategy
         assert isinstance(strategy, UnevenNodesStrategy) and strategy.cluster_environment is not None
         everyone: Sequence[Mapping[str, str]] = ()
@@ -149,7 +151,9 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             far = strategy.cluster_environment.main_address if strategy.node_rank == 0 else socket.gethostname()
             host = far if apart else "127.0.0.1"
             self.store = RunStore.of_all(self.channel, host, patience, rank=trainer.global_rank)
-        self.failures = FailureBoard(self.store, trainer.global_rank, ranks=lambda: self.present)
+        self.failures = FailureBoard(
+            self.store, trainer.global_rank, ranks=lambda: self.present, timeout_s=patience.total_seconds()
+        )
         strategy.failures = self.failures
         self.failures.watch()
         check_same_settings(everyone)
@@ -222,6 +226,13 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         """Whether the others cannot go on without this rank, which has failed."""
         del error
         return True
+
+    def end(self) -> None:
+        """Closes; what fails in it neither hides the model, which each rank has, nor takes a first error's place."""
+        try:
+            self.close()
+        except Exception as error:
+            rank_zero_warn(f"after the run, on rank {self.channel.rank}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends the run; after a failure without waiting for anybody."""

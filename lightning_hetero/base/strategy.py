@@ -243,7 +243,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             if run.fitting:
                 self._finished = {} if run.failed else run.state_dict()
                 self._untold = run.step_events()  # a trace asks once more: `on_fit_end` comes after this
-            run.close()
+            run.end()
         elif self.failures is not None:
             self.failures.leave()
         super().teardown()
@@ -304,9 +304,13 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with naming_damage(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            checkpoint = self.read_checkpoint(checkpoint_path, *args, **kwargs)
         self.take_state(checkpoint)
         return checkpoint
+
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns what is in a checkpoint."""
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def take_state(self, checkpoint: dict[str, Any]) -> None:
         """Hands the fit what is under our one key, written by any engine; nothing, for a checkpoint of stock DDP.

@@ -61,10 +61,6 @@ class HeteroTrace(Callback):
         watch_again(self)
         goes_on = self._run if self._resumed or trainer.global_step > 0 else ""
         self._run, self._resumed = trainer.strategy.broadcast(goes_on or secrets.token_hex(4)), False
-        self._open(trainer, dirpath)
-
-    @never_raises
-    def _open(self, trainer: Trainer, dirpath: str) -> None:
         self._close()
         self._source = event_source(trainer)
         self._rank = trainer.global_rank

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings = examine(find_out(asked))
     level = worst(findings)
     if asked.json:
-        plain: dict[str, Any] = {"level": level, "findings": [finding.as_plain() for finding in findings]}
+        plain: dict[str, Any] = {"level": level, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(plain, indent=1))
     else:
         print(findings_text(findings))

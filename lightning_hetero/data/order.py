@@ -135,27 +135,14 @@ class ShuffledOrder(FixedSizeOrder):
     """The order of torch's ``DistributedSampler`` before it deals the samples out to ranks, and without its padding.
 
     Args:
-        samples: size of the dataset.
-        seed: with the epoch, seeds the permutation, as `DistributedSampler` does.
-        shuffle: whether to permute at all.
+        sampler: the one of stock DDP; its seed, epoch and ``shuffle`` count as they are when the epoch is drawn: a hook
+            may set them.
         global_batch_size, drop_last: see `FixedSizeOrder`.
-        sampler: the one of stock DDP, whose seed, epoch and ``shuffle``, as they are when the epoch is drawn, count
-            instead: a hook may set them.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        global_batch_size: int,
-        drop_last: bool,
-        sampler: DistributedSampler | None = None,
-    ) -> None:
+    def __init__(self, sampler: DistributedSampler, *, global_batch_size: int, drop_last: bool) -> None:
+        samples = len(sampler.dataset)  # type: ignore[arg-type]
         super().__init__(samples, global_batch_size=global_batch_size, drop_last=drop_last)
-        self.seed = seed
-        self.shuffle = shuffle
         self.sampler = sampler
 
     @property
@@ -163,13 +150,10 @@ class ShuffledOrder(FixedSizeOrder):
         return self.sampler
 
     def indices(self, epoch: int) -> Sequence[int]:
-        seed, shuffle, own = self.seed + epoch, self.shuffle, self.sampler
-        if own is not None:
-            seed, shuffle = own.seed + own.epoch, own.shuffle
-        if not shuffle:
+        own = self.sampler
+        if not own.shuffle:
             return range(self.samples)
-        generator = torch.Generator()
-        generator.manual_seed(seed)
+        generator = torch.Generator().manual_seed(own.seed + own.epoch)
         return torch.randperm(self.samples, generator=generator).tolist()
 
 

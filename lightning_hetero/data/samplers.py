@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+
+from lightning_hetero.measure.device import device_of, save_generator, save_random_states
 
 
 def announce_epoch(source: object, epoch: int) -> None:
@@ -66,17 +67,7 @@ def undrawn(sampler: object, seed: int = 0) -> Iterator[None]:
     """Inside, what is drawn leaves the global random streams, and generators the sampler holds, as they were."""
     owners = (sampler, getattr(sampler, "sampler", None))
     held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    undo: list[Callable[[], Any]] = []
-    for generator in held:
-        if isinstance(generator, torch.Generator):
-            undo.append(partial(generator.set_state, generator.get_state()))
-        elif isinstance(generator, random.Random):
-            undo.append(partial(generator.setstate, generator.getstate()))
-        elif isinstance(generator, np.random.RandomState):
-            undo.append(partial(generator.set_state, generator.get_state()))
-        elif isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
-            undo.append(partial(setattr, bits, "state", bits.state))
+    undo = [put_back for value in held if (put_back := save_generator(value, value)) is not None]
     try:
         with _seeded(seed):
             yield
@@ -87,13 +78,11 @@ def undrawn(sampler: object, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    state, np_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    put_back = save_random_states(device_of("cpu"))
+    try:
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(np_state)
+        yield
+    finally:
+        put_back()

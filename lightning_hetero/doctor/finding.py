@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Level = Literal["ok", "warn", "fail"]
 _ORDER: tuple[Level, ...] = ("ok", "warn", "fail")
@@ -25,10 +25,6 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-
-    def as_plain(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return asdict(self)
 
 
 def fine(check: str, text: str, advice: str = "") -> Finding:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.metrics import is_mean
+from lightning_hetero.checked import real
 from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
 from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.run import FederatedRun
@@ -89,12 +89,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
         ShareBounds(lower=min_samples, upper=max_samples)  # refuses what is no number of samples
-        if not (_is_number(proximal) and 0 <= proximal < math.inf):
-            raise ValueError(f"proximal={proximal!r} must be a finite number >= 0 (FedProx's mu)")
-        if not (_is_number(participation) and 0 < participation <= 1):
-            raise ValueError(f"participation={participation!r} must be in (0, 1] (part of the ranks)")
-        if not (_is_number(liveness_s) and 0 < liveness_s < math.inf):
-            raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         given: dict[str, Any] = {} if predictor == "kalman" else {"predictor": predictor}
         given |= {} if dead_band == 0.02 else {"dead_band": dead_band}
         if isinstance(policy, RoundPolicy):
@@ -107,8 +101,9 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         self.policy = policy
         self.settings = FederatedSettings(
             local_steps=local_steps, policy=policy, min_samples=min_samples, max_samples=max_samples,
-            server=server_by_name(server), proximal=float(proximal), participation=float(participation),
-            min_clients=min_clients, liveness_s=float(liveness_s),
+            server=server_by_name(server), proximal=real("proximal", proximal), min_clients=min_clients,
+            participation=real("participation", participation, above=True, most=1.0),
+            liveness_s=real("liveness_s", liveness_s, above=True),
         )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -194,7 +189,3 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         if self._run is not None and self._run.fitting:
             self._run.meet()
         return super().lightning_module_state_dict()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
@@ -54,11 +55,13 @@ def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> C
             count; what is more than the loop's batch comes when that one has ended.
     """
     module = trainer.lightning_module
-    replaced: list[tuple[Any, str, Any]] = []
+    undo = ExitStack()
 
     def replace(owner: Any, name: str, hook: Any) -> None:
-        replaced.append((owner, name, vars(owner).get(name)))
-        object.__setattr__(owner, name, hook)
+        held = vars(owner)
+        undo.callback(held.update, {name: held[name]} if name in held else {})  # e.g. a LambdaCallback's function
+        undo.callback(held.pop, name, None)
+        held[name] = hook
 
     def without_none(owner: Any, name: str, position: int) -> None:
         original = getattr(owner, name)
@@ -102,14 +105,7 @@ def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> C
             part_by_part(callback, 2)
     warned = trainer.fit_loop.epoch_loop._warning_cache
     warned.add("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-
-    def undo() -> None:
-        for owner, name, before in reversed(replaced):
-            vars(owner).pop(name, None)
-            if before is not None:  # e.g. the function of a LambdaCallback
-                object.__setattr__(owner, name, before)
-
-    return undo
+    return undo.close
 
 
 def finds_learning_rate(trainer: Trainer) -> bool:

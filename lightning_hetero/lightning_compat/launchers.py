@@ -38,7 +38,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import LeftBehindError
-from lightning_hetero.transport.sockets import process_state
+from lightning_hetero.transport.sockets import has_ended, open_pidfd, process_state
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -167,9 +167,9 @@ def _end_stopped(owner: int, procs: list[subprocess.Popen]) -> None:
     """
     for rank, proc in enumerate(procs, 1) if os.getpid() == owner else ():
         if proc.poll() is None and process_state(proc.pid) == b"T":
-            print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
-            with suppress(OSError):
+            with suppress(OSError):  # perhaps nobody reads the screen any more
                 proc.kill()
+                print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
 
 
 def note_death(local_rank: int, code: int) -> None:
@@ -185,15 +185,10 @@ def note_death(local_rank: int, code: int) -> None:
 
 def _wait_for_an_end(procs: list[subprocess.Popen], told: Connection | None = None) -> None:
     """Returns soon after one of the processes has ended, or ``told`` is readable; sometimes earlier."""
-    numbers: list[int] = []
-    others = [] if told is None else [told]
+    numbers = [number for proc in procs if (number := open_pidfd(proc.pid)) is not None]
     try:
-        seen = bool(procs) and hasattr(os, "pidfd_open")
-        with suppress(OSError):  # ended a moment ago
-            for proc in procs if seen else ():
-                numbers.append(os.pidfd_open(proc.pid))
-            # Now and then in any case, to notice that `procs` was emptied.
-            _sleep_until([*numbers, *others], 10 * _POLL_S if seen else _POLL_S)
+        # Now and then in any case, to notice that `procs` was emptied.
+        _sleep_until([*numbers, *([] if told is None else [told])], 10 * _POLL_S if numbers else _POLL_S)
     finally:
         for number in numbers:
             os.close(number)
@@ -232,17 +227,6 @@ def ending_alone(applies: bool) -> Iterator[None]:
         raise SystemExit(LEFT_BEHIND) from error
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether there is no such process, or one that only waits to be reaped."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user by now
-        return False
-    return process_state(pid) == b"Z"
-
-
 def launched_by_us() -> bool:
     """Whether this process is a child of `ScriptLauncher`."""
     return _PARENT in os.environ
@@ -259,7 +243,7 @@ def _ending_with_parent(launch: int) -> Iterator[None]:
     """
     parent, (started_by, _, done) = os.getppid(), os.environ.get(_PARENT, "").partition(":")
     if started_by != str(parent):
-        if started_by and _has_ended(int(started_by)):
+        if started_by and has_ended(int(started_by), 0.0):
             raise RuntimeError(
                 "local rank 0, which started this process, has ended before this one was ready to train: its own error"
                 " is above"
@@ -280,8 +264,8 @@ def _ending_with_parent(launch: int) -> Iterator[None]:
                     return
                 if not finished.wait(GRACE_S):
                     rank = os.environ.get("LOCAL_RANK", "?")
-                    sys.stderr.write(f"local rank 0 is gone; local rank {rank} ends, too\n")
-                    sys.stderr.flush()
+                    with suppress(OSError):  # perhaps nobody reads the screen any more, and this rank is to end
+                        print(f"local rank 0 is gone; local rank {rank} ends, too", file=sys.stderr, flush=True)
                     os._exit(1)
                 return
 

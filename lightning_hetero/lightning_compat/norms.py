@@ -24,14 +24,14 @@ def norms_by(
 ) -> Iterator[None]:
     """Inside, ``clip_grad_norm_``, ``get_total_norm`` and ``grad_norm`` ask here, whoever has imported them.
 
-    `torch.nn.utils.clip_grad_norm_` looks for ``_get_total_norm`` in its module (torch 2.6 and newer; older ones
-    compute by themselves). Lightning's ``grad_norm`` calls nothing that could be replaced, so its code is.
+    `torch.nn.utils.clip_grad_norm_` looks for ``_get_total_norm`` in its module. Lightning's ``grad_norm`` calls
+    nothing that could be replaced, so its code is.
 
     Args:
         total: returns the norm of all gradients together, from these and the order of the norm; None: stock's.
         each: returns the norm of each parameter's gradient, None where there is none; or None: stock's.
     """
-    stock_total: Any = getattr(clip_grad, "_get_total_norm", None)
+    stock_total: Any = vars(clip_grad)["_get_total_norm"]
     stock_grad_norm = types.FunctionType(grads.grad_norm.__code__, grads.__dict__, argdefs=grads.grad_norm.__defaults__)
 
     def total_norm(
@@ -62,9 +62,8 @@ def norms_by(
         return _lightning_hetero_norms(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
 
     with ExitStack() as stack:
-        if stock_total is not None:
-            stack.enter_context(patched(clip_grad, "_get_total_norm", total_norm))
-            stack.enter_context(patched(torch.nn.utils, "get_total_norm", total_norm))
+        stack.enter_context(patched(clip_grad, "_get_total_norm", total_norm))
+        stack.enter_context(patched(torch.nn.utils, "get_total_norm", total_norm))
         stack.enter_context(patched(grads, _ASKED, norms))
         code, grads.grad_norm.__code__ = grads.grad_norm.__code__, grad_norm.__code__
         stack.callback(setattr, grads.grad_norm, "__code__", code)

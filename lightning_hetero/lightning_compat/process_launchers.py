@@ -80,11 +80,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
         context = mp.get_context(self._start_method)
         results = context.SimpleQueue()
         questions, answers = context.Pipe()
-        given = [trainer, function, args, kwargs, results]
-        if self._start_method == "spawn":
-            given.append(_GlobalStateSnapshot.capture())
-        else:
-            given.append(None)
+        state = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
+        given = [trainer, function, args, kwargs, results, state]
         with questions:
             with answers:
                 processes: Any = mp.start_processes(

@@ -6,9 +6,12 @@ see `lightning_hetero.measure.kinds`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import random
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -63,6 +66,33 @@ def device_in_use() -> HostDevice:
     if not getattr(module, "is_initialized", lambda: True)():
         return _HOST
     return device_of(torch.device(known.type, torch.accelerator.current_device_index()))
+
+
+def save_random_states(device: HostDevice) -> Callable[[], None]:
+    """Returns what puts the random generators back as they are now: Python's, NumPy's, torch's and the device's."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    on_device = device.random_state()
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(host)
+        device.set_random_state(on_device)
+
+    return put_back
+
+
+def save_generator(generator: Any, at: Any) -> Callable[[], Any] | None:
+    """Returns what gives a generator of random numbers the state that ``at`` has now; None: it is no generator."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, at.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, at.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, at.get_state())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", at.bit_generator.state)
+    return None
 
 
 def autocast_kinds() -> tuple[str, ...]:

@@ -195,9 +195,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
         if checked := run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
-        place = run.install(planned, backbone, self.optimizers, to_device=self._moved)
+        place = run.install(planned, backbone, to_device=self._moved)
         if checked:
-            run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
+            run.watch_layers = run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
         if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
@@ -320,6 +320,16 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         with context():
             return self._place.evaluation.run(name, args, kwargs, last=last)
 
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        if self._place is not None:
+            self._place.refuse_changed()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        if self._place is not None:
+            self._place.refuse_changed()
+
     def _finish_evaluation(self) -> None:
         if self._place is not None:
             self._place.evaluation.finish()
@@ -339,6 +349,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._place is not None:
+            self._place.refuse_changed()
             self._place.share_buffers()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -56,7 +56,7 @@ def trace_path(dirpath: str | Path, rank: int) -> Path:
     return Path(dirpath) / f"rank{rank}.jsonl"
 
 
-class EventWriter:
+class EventWriter(LineFile):
     """Appends events to one file as JSON lines; lines reach the disk whole, ``flush_every`` at a time.
 
     Opening writes the ``run`` line. An existing trace is continued. Values JSON does not know become plain
@@ -91,10 +91,9 @@ class EventWriter:
             raise ValueError(f"rank={rank!r} must be in [0, world_size={world_size!r})")
         if flush_every < 1:
             raise ValueError(f"flush_every={flush_every!r} must be >= 1 (lines; 1 writes each at once)")
-        self.path, self.run = Path(path), run
-        self.flush_every = flush_every
+        super().__init__(path)
+        self.run, self.flush_every = run, flush_every
         self._lines: list[str] = []
-        self._file: LineFile | None = LineFile(path)
         data = {"version": SCHEMA_VERSION, "world_size": world_size, "names": list(names), **about}
         self.write(Event(kind="run", rank=rank, epoch=0, step=0, t_s=0.0, data=data))
         self.flush()
@@ -105,7 +104,7 @@ class EventWriter:
         Raises:
             ValueError: the writer is closed.
         """
-        if self._file is None:
+        if self.closed:
             raise ValueError(f"the trace {self.path} is closed: write before close()")
         self._lines.append(_line(event, self.run))
         if len(self._lines) >= self.flush_every:
@@ -113,16 +112,14 @@ class EventWriter:
 
     def flush(self) -> None:
         """Hands all lines collected so far to the operating system."""
-        if self._file is not None and self._lines:
-            self._file.write("".join(self._lines).encode())
+        if self._lines:
+            self.append("".join(self._lines).encode())
             self._lines.clear()
 
     def close(self) -> None:
         """Flushes and closes; may be called again."""
         self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        super().close()
 
     def __enter__(self) -> EventWriter:
         return self

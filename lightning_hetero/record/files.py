@@ -42,7 +42,7 @@ class LineFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path, self.closed = Path(path), False
         self._file: FileIO | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class LineFile:
         except OSError as error:
             self._stop(error)
 
-    def write(self, lines: bytes) -> None:
+    def append(self, lines: bytes) -> None:
         """Hands whole lines to the operating system."""
         file, written = self._file, 0
         if file is None:
@@ -73,7 +73,7 @@ class LineFile:
 
     def close(self) -> None:
         """Ends the writing; may be called again."""
-        file, self._file = self._file, None
+        file, self._file, self.closed = self._file, None, True
         if file is not None:
             try:
                 file.close()

@@ -305,21 +305,14 @@ def _number(event: Event, number: Mapping[tuple[int, int], int]) -> int:
 
 
 def _changes(by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, int], int]) -> Iterable[RunChange]:
-    realised = {event.data["generation"]: event.data.get("realised_gain") for event in _of_kind(by_rank, "outcome")}
+    realised = {event.data.get("generation"): event.data.get("realised_gain") for event in _of_kind(by_rank, "outcome")}
     for event in _of_kind(by_rank, "decision"):
         data = event.data
         gains = data.get("predicted_gain"), realised.get(data.get("generation"))
         predicted, given = (math.nan if gain is None else float(gain) for gain in gains)
-        yield RunChange(
-            step=_number(event, number),
-            reason=str(data.get("reason") or ""),
-            shares=tuple(map(int, data.get("shares") or ())),
-            kind=str(data.get("kind") or ""),
-            predicted_gain=predicted,
-            realised_gain=given,
-            cancelled=str(data.get("cancelled") or ""),
-            plan=named(data.get("plan")),
-        )
+        words = {name: str(data.get(name) or "") for name in ("reason", "kind", "cancelled")}
+        step, shares, plan = _number(event, number), tuple(map(int, data.get("shares") or ())), named(data.get("plan"))
+        yield RunChange(step=step, shares=shares, plan=plan, predicted_gain=predicted, realised_gain=given, **words)
 
 
 def _queues(

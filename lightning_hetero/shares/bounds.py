@@ -39,8 +39,8 @@ class ShareBounds:
         Raises:
             ValueError: a list of the wrong length, or bounds that cross.
         """
-        low = _per_rank("min_samples", self.lower, world_size, 0)
-        _check_order(low, _per_rank("max_samples", self.upper, world_size, max(low)))
+        low = per_rank("min_samples", self.lower, world_size, 0)
+        _check_order(low, per_rank("max_samples", self.upper, world_size, max(low)))
 
     def resolve(self, world_size: int, total: int, quantum: int = 1) -> tuple[list[int], list[int]]:
         """Returns bounds per rank as multiples of ``quantum``.
@@ -59,8 +59,8 @@ class ShareBounds:
         usual = self.usual if self.usual <= equal else 1
         default_low = max(quantum, least, usual, _down(int(equal / 4), quantum))
         default_up = min(total, -(-math.ceil(4 * equal) // quantum) * quantum)
-        low = _per_rank("min_samples", self.lower, world_size, default_low)
-        up = _per_rank("max_samples", self.upper, world_size, default_up)
+        low = per_rank("min_samples", self.lower, world_size, default_low)
+        up = per_rank("max_samples", self.upper, world_size, default_up)
         if self.lower is None:  # a small explicit maximum also lowers the default minimum
             low = [min(a, b) if b >= least else 0 for a, b in zip(low, up, strict=True)]
             if sum(low) > total >= least > quantum:  # not enough for all: some ranks rest
@@ -99,7 +99,7 @@ class ShareBounds:
         """Returns the most samples of a piece of each rank, where ``upper`` is given."""
         assert self.upper is not None
         least = -(-self.least // quantum) * quantum
-        return [_down(b, quantum) if b >= least else 0 for b in _per_rank("max_samples", self.upper, world_size, 0)]
+        return [_down(b, quantum) if b >= least else 0 for b in per_rank("max_samples", self.upper, world_size, 0)]
 
     def in_pieces(self, number: int, world_size: int, quantum: int = 1) -> ShareBounds:
         """Returns the bounds of parts that are computed in so many pieces, each within ``upper``."""
@@ -115,7 +115,12 @@ def _down(value: int, quantum: int) -> int:
     return value // quantum * quantum
 
 
-def _per_rank(name: str, value: Bound, world_size: int, default: int) -> list[int]:
+def per_rank(name: str, value: Bound, world_size: int, default: int) -> list[int]:
+    """Returns a bound for each rank: as given, or the default.
+
+    Raises:
+        ValueError: a list of another length.
+    """
     values = [default if value is None else value] * world_size if not isinstance(value, Sequence) else list(value)
     if len(values) != world_size:
         raise ValueError(f"{name} lists {len(values)} ranks, but there are {world_size}: give one number per rank")

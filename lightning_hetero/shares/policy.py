@@ -47,6 +47,7 @@ class BalancePolicy:
         guard: keep the run from being slower than with equal shares, see `guard`; ``False`` for comparisons only.
 
     Attributes:
+        shares: samples per rank of a full global batch, in force for the next batch to be drawn.
         cut_by_cost: whether parts are cut by their samples' costs; set before `start`.
         limits: least and most samples per rank.
         work: what a sample's is, where work is counted.
@@ -84,7 +85,7 @@ class BalancePolicy:
         self._predictors: list[Predictor] = []
         self._meters: list[Kalman] = []  # tell the guard a step's fixed part where predictors know none
         self._restored: tuple[list[Predictor], int, Mapping[str, float]] | None = None  # for the next start
-        self._shares: tuple[int, ...] = ()
+        self.shares: tuple[int, ...] = ()
         self._equal: tuple[int, ...] = ()
         self.limits = ShareLimits()
         self.work = WorkPerSample()
@@ -146,17 +147,12 @@ class BalancePolicy:
         equal = self.limits.alike()
         if not equal.ok:
             raise ValueError(equal.reason)
-        self._shares = self._equal = equal.shares
+        self.shares = self._equal = equal.shares
         self._guard.start(equal.shares, least=bounds.least, quantum=quantum)
         if known:
-            self._shares = self._best(self._most()).shares or self._shares
-            self._guard.decided(self._shares)
+            self.shares = self._best(self._most()).shares or self.shares
+            self._guard.decided(self.shares)
         self._since_change = self.thresholds.cooldown
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Samples per rank of a full global batch, in force for the next batch to be drawn."""
-        return self._shares
 
     def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
         """Returns each rank's work in samples, for `predict_s`; its samples, if all are alike."""
@@ -189,16 +185,16 @@ class BalancePolicy:
         equal = self.limits.alike()
         self._equal = equal.shares if equal.ok else self._equal
         self._guard.rebase(self._equal)
-        if all(n <= b for n, b in zip(self._shares, self.limits.upper, strict=True)):
+        if all(n <= b for n, b in zip(self.shares, self.limits.upper, strict=True)):
             return None
         held = self._within_limits()
-        if not held.ok or held.shares == self._shares:
+        if not held.ok or held.shares == self.shares:
             return None
-        self._shares = held.shares
+        self.shares = held.shares
         self._guard.decided(held.shares)
         self._since_change = 0
         reason = "memory" if self.limits.fit else "memory: together the ranks hold less than the global batch"
-        return ShareDecision(shares=self._shares, changed=True, reason=reason)
+        return ShareDecision(shares=self.shares, changed=True, reason=reason)
 
     def _within_limits(self) -> Allocation:
         """Returns the split to go on with when limits have changed."""
@@ -250,14 +246,14 @@ class BalancePolicy:
     def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         """`take`, for a policy that decides by the times alone."""
         if (reason := self._learn(records)) is not None:
-            return ShareDecision(shares=self._shares, changed=False, reason=reason)
+            return ShareDecision(shares=self.shares, changed=False, reason=reason)
         costs = [p.cost() for p in self._predictors]
         if self.cut_by_cost:  # parts then have the work of their shares, whatever the number of their samples
             work = self.work_in_samples(records)
             records = [replace(r, samples=max(1, round(x))) for r, x in zip(records, work, strict=True)]
         self._guard.learn(records, [m.cost() for m in self._meters] or costs, self._guard.batches)
         decision = self._decide(costs)
-        self._expect(self._shares)  # likely the next record's, which every rank waits for, unlike for this one
+        self._expect(self.shares)  # likely the next record's, which every rank waits for, unlike for this one
         return decision
 
     def take_incomplete(self, records: Sequence[SpeedSample]) -> None:
@@ -290,33 +286,33 @@ class BalancePolicy:
         return None if ready else "not every rank was measured yet"
 
     def _decide(self, costs: Sequence[LearnedCost]) -> ShareDecision:
-        now_s = [cost.seconds(n) for cost, n in zip(costs, self._shares, strict=True)]
+        now_s = [cost.seconds(n) for cost, n in zip(costs, self.shares, strict=True)]
         slowest = max(range(len(now_s)), key=now_s.__getitem__)
         current_s = now_s[slowest]
         # Leaving equal shares takes more evidence than improving unequal ones: on equal devices nothing is to be won.
-        caution = self.thresholds.noise_guard * (1.0 if self._shares == self._equal else 0.25)
+        caution = self.thresholds.noise_guard * (1.0 if self.shares == self._equal else 0.25)
         threshold_s = max(
             self.thresholds.dead_band * current_s,
             self.thresholds.min_gain_s,
-            caution * self._predictors[slowest].std_s(self._shares[slowest]),
+            caution * self._predictors[slowest].std_s(self.shares[slowest]),
         )
 
         def keep(reason: str, gain_s: float = 0.0) -> ShareDecision:
-            self._guard.decided(self._shares)
+            self._guard.decided(self.shares)
             return ShareDecision(
-                shares=self._shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s
+                shares=self.shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s
             )
 
         def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> ShareDecision:
             self._guard.decided(shares, on_trial=on_trial)
-            self._shares = shares
+            self.shares = shares
             self._since_change = 0
             predicted_s = _batch_s(costs, shares)
             return ShareDecision(
                 shares=shares, changed=True, reason=reason, predicted_s=predicted_s, gain_s=current_s - predicted_s
             )
 
-        if self.thresholds.guard and not self._guard.covers(self._shares):
+        if self.thresholds.guard and not self._guard.covers(self.shares):
             upper = self._guard.upper(self.limits.upper, part=_TIGHT)
             shares = self._best(upper).shares or self._equal
             return change(shares, self._guard.why(shares))
@@ -329,13 +325,13 @@ class BalancePolicy:
             if not best.ok:
                 return keep(best.reason)
             reason, gain_s = "dead band", current_s - best.makespan_s
-            if gain_s > threshold_s and best.shares != self._shares:
+            if gain_s > threshold_s and best.shares != self.shares:
                 return change(best.shares, "rebalanced", on_trial=True)
         fits = before is not None and all(n <= most for n, most in zip(before, self.limits.upper, strict=True))
         if self.thresholds.guard and before is not None and fits and self._guard.covers(before):
             return change(before, "the last change made batches longer: taken back")
         lost_s = _batch_s(costs, self._equal) - current_s
-        if self.thresholds.guard and self._shares != self._equal and lost_s < 0.5 * threshold_s:
+        if self.thresholds.guard and self.shares != self._equal and lost_s < 0.5 * threshold_s:
             return change(self._equal, "equal shares are as good")
         return keep(reason, gain_s)
 
@@ -360,7 +356,7 @@ class BalancePolicy:
         return {
             "predictor": type(self.prototype).__name__,
             "predictors": [p.state_dict() for p in predictors],
-            "shares": list(self._shares),
+            "shares": list(self.shares),
             "seen": seen,
             "most_samples": self.limits.known(),
             "guard": dict(account),

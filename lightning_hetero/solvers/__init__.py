@@ -4,7 +4,7 @@
 - `minimax`: the split whose slowest rank is fastest, for any non-decreasing cost per rank.
 - `minimax_none_or_least`: the same where a rank gets none or at least so many samples.
 
-An impossible problem is an `Allocation` with status INFEASIBLE and a reason; malformed arguments raise.
+An impossible problem is an `Allocation` with status INFEASIBLE and a reason. Numbers are checked where they are given.
 """
 
 from __future__ import annotations

@@ -8,14 +8,9 @@ Ours: pegging in exact integers, so that every machine that is given the same fl
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
-from typing import cast
 
 from lightning_hetero.types import Allocation, Status
-
-# Below 2**53 every whole number is a float, so modelled times of two different shares are never confused.
-MOST_SAMPLES = 2**53
 
 
 def apportion(
@@ -48,10 +43,6 @@ def apportion(
     Returns:
         An allocation of n shares, or one with status INFEASIBLE and the reason.
 
-    Raises:
-        TypeError: ``total`` or a bound is not a whole number.
-        ValueError: no weights, a weight negative or not finite, a negative number, wrong lengths.
-
     >>> apportion([3.0, 1.0], 10).shares
     (8, 2)
     >>> apportion([1.0, 1.0, 1.0], 8).shares
@@ -61,40 +52,19 @@ def apportion(
     >>> apportion([1.0, 1.0], 8, upper=3).reason
     'upper bounds sum to 6, below total=8: raise upper or lower total'
     """
-    n = len(weights)
-    if n == 0:
-        raise ValueError("weights is empty: pass one weight per rank")
-    total = as_count("total", total)
-    low, high = read_bounds(n, total, lower, upper)
-    reason = clash(low, high, total)
-    exact = _as_integers(weights)
-    if reason:
+    low, high = read_bounds(len(weights), total, lower, upper)
+    if reason := clash(low, high, total):
         return infeasible(reason)
-    return Allocation(shares=tuple(_shares(exact, total, low, high)))
-
-
-def as_count(name: str, value: int, least: int = 0) -> int:
-    """Returns ``value`` as an int in ``least`` to 2**53; else TypeError or ValueError naming ``name``."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} must be a whole number (int), got {kind}") from None
-    if not least <= count <= MOST_SAMPLES:
-        raise ValueError(f"{name}={count} must lie in {least} to 2**53 (samples)")
-    return count
+    return Allocation(shares=tuple(_shares(_as_integers(weights), total, low, high)))
 
 
 def read_bounds(
     n: int, total: int, lower: int | Sequence[int], upper: int | Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
-    """Returns lower and upper bounds, n each [samples]; an upper bound of None becomes ``total``.
-
-    Raises:
-        TypeError: a bound is not a whole number.
-        ValueError: wrong length, or a bound outside 0 to 2**53.
-    """
-    return _bound("lower", lower, n), [total] * n if upper is None else _bound("upper", upper, n)
+    """Returns lower and upper bounds, n each [samples]; an upper bound of None becomes ``total``."""
+    upper = total if upper is None else upper
+    low, high = ([bound] * n if isinstance(bound, int) else list(bound) for bound in (lower, upper))
+    return low, high
 
 
 def clash(lower: Sequence[int], upper: Sequence[int], total: int) -> str:
@@ -115,20 +85,8 @@ def infeasible(reason: str) -> Allocation:
     return Allocation(shares=(), status=Status.INFEASIBLE, reason=reason)
 
 
-def _bound(name: str, value: int | Sequence[int], n: int) -> list[int]:
-    if isinstance(value, (int, float)) or not hasattr(value, "__len__"):
-        return [as_count(name, cast(int, value))] * n
-    values = list(value)
-    if len(values) != n:
-        raise ValueError(f"{name} has {len(values)} entries, need {n}, one per rank (or one int)")
-    return [as_count(f"{name}[{i}]", v) for i, v in enumerate(values)]
-
-
 def _as_integers(weights: Sequence[float]) -> list[int]:
     """Returns whole numbers in exactly the proportion of ``weights`` (floats are dyadic fractions)."""
-    for i, w in enumerate(weights):
-        if not (math.isfinite(w) and w >= 0):
-            raise ValueError(f"weights[{i}]={w!r} must be a finite number >= 0")
     ratios = [w.as_integer_ratio() for w in weights]
     common = math.lcm(*(d for _, d in ratios))
     return [numerator * (common // d) for numerator, d in ratios]

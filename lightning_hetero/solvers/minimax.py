@@ -30,7 +30,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from lightning_hetero.solvers.apportion import as_count, clash, infeasible, read_bounds
+from lightning_hetero.solvers.apportion import clash, infeasible, read_bounds
 from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost
 
 Ints: TypeAlias = Sequence[int]
@@ -74,8 +74,7 @@ def minimax(
         shares in the given bounds, quantum ignored, up to rounding (1e-9 of ``total``).
 
     Raises:
-        TypeError: ``total``, ``quantum`` or a bound is not a whole number.
-        ValueError: no costs, wrong lengths, a negative number, ``quantum`` < 1, or a time below 0 or NaN.
+        ValueError: a time below 0 or NaN, or a cost that decreases.
 
     >>> slow, fast = AffineCost(fixed_s=0.0, per_sample_s=3.0), AffineCost(fixed_s=0.0, per_sample_s=1.0)
     >>> minimax([fast, slow], total=8).shares
@@ -90,11 +89,8 @@ def minimax(
     >>> minimax([fast, slow], total=10, quantum=4).reason
     'total=10 is not a multiple of quantum=4: use 8 or 12'
     """
-    n = len(costs)
-    if n == 0:
-        raise ValueError("costs is empty: pass one cost per rank")
-    total, q = as_count("total", total), as_count("quantum", quantum, least=1)
-    lower, upper = read_bounds(n, total, lower, upper)
+    q = quantum
+    lower, upper = read_bounds(len(costs), total, lower, upper)
     low, high = lower, [v if v < total else total for v in upper]
     reason = clash(low, upper, total)
     if q > 1 and not reason:

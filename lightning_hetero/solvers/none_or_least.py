@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from lightning_hetero.solvers.apportion import as_count, infeasible, read_bounds
+from lightning_hetero.solvers.apportion import infeasible, read_bounds
 from lightning_hetero.solvers.minimax import minimax, most_in_time
 from lightning_hetero.types import Allocation, Cost
 
@@ -44,7 +44,7 @@ def minimax_none_or_least(
         Shares, or the status INFEASIBLE and the reason. ``lower_bound_s`` is `minimax`'s without the rule.
 
     Raises:
-        TypeError, ValueError: as `minimax`; ``least`` is no whole number >= 0.
+        ValueError: as `minimax`.
 
     >>> from lightning_hetero.types import AffineCost
     >>> same = [AffineCost(fixed_s=0.0, per_sample_s=1.0)] * 3
@@ -56,7 +56,7 @@ def minimax_none_or_least(
     'total=1 cannot be split so that every rank gets none or 2 and more: raise total or upper bounds'
     """
     plain = minimax(costs, total, lower=lower, upper=upper, quantum=quantum)
-    m = -(-as_count("least", least) // quantum) * quantum
+    m = -(-least // quantum) * quantum
     if not plain.ok or obeys_least(plain.shares, m):
         return plain
     low, high = read_bounds(len(costs), total, lower, upper)

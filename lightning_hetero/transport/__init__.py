@@ -7,6 +7,7 @@
 ``store``          a store hosted by this process
 ``roll_call``      ranks meet in a store, and a silent one is left out
 ``aside``          calls that may never end
+``whole_files``    files that appear when they are complete
 ``alone``          a step of one rank, which must not wait for the others
 
 Worker and server of parameters:

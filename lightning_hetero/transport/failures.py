@@ -49,6 +49,7 @@ class FailureBoard:
         store: of the run.
         rank: this process, global.
         ranks: returns those that take part.
+        timeout_s: how long a collective may take.
         patience_s: how long a rank that lost contact waits for the others to answer.
 
     Attributes:
@@ -57,10 +58,11 @@ class FailureBoard:
     """
 
     def __init__(
-        self, store: RunStore, rank: int, *, ranks: Callable[[], Iterable[int]] = tuple, patience_s: float = 3.0
-    ) -> None:
+        self, store: RunStore, rank: int, *, ranks: Callable[[], Iterable[int]] = tuple, timeout_s: float = 1800.0,
+        patience_s: float = 3.0,
+    ) -> None:  # fmt: skip
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._patience_s = patience_s
+        self._timeout_s, self._patience_s = timeout_s, patience_s
         self._state = ""  # that this rank has said last
         self._first: RuntimeError | None = None  # why the run ends
         self._unheard: RuntimeError | None = None  # what is known of the store's host, which does not answer
@@ -212,17 +214,18 @@ class FailureBoard:
             polled: ask whether it is done, again and again. NCCL would end its communicator when a wait times out.
 
         Raises:
-            RuntimeError: as `check`; or the collective failed and nobody says why.
+            RuntimeError: as `check`; or the collective failed and nobody says why, or has not ended in time.
         """
+        end_s = awake_s() + self._timeout_s
         if polled:
-            self._poll(work)
+            self._poll(work, end_s)
             return
         while True:
             try:
                 work.wait(timedelta(seconds=LOOK_S))
                 return
             except RuntimeError:
-                self.check()  # whoever made it fail may have said why
+                self._look_while_waiting(end_s)  # whoever made it fail may have said why
                 if work.is_completed():
                     work.wait()  # returns, if it was done just now, or raises what went wrong
                     return
@@ -235,21 +238,27 @@ class FailureBoard:
         Raises:
             RuntimeError: as `wait`.
         """
-        aside = Aside(lambda: work.wait(FOREVER), "pipeline-wait")
+        aside, end_s = Aside(lambda: work.wait(FOREVER), "pipeline-wait"), awake_s() + self._timeout_s
         while not aside.ends_within(LOOK_S):
-            self.check()
+            self._look_while_waiting(end_s)
         try:
             aside.result()
         except RuntimeError:
             self.check()
             raise
 
-    def _poll(self, work: dist.Work) -> None:
+    def _look_while_waiting(self, end_s: float) -> None:
+        self.check()
+        if awake_s() >= end_s:
+            how = f"it has not come to where all meet for {self._timeout_s:g} s, the timeout"
+            raise self.explain(how) or RuntimeError(f"all ranks are there, and one of them: {how}")
+
+    def _poll(self, work: dist.Work, end_s: float) -> None:
         look_s = time.monotonic() + LOOK_S
         while not work.is_completed():
             time.sleep(_ASK_S)
             if time.monotonic() >= look_s:
-                self.check()
+                self._look_while_waiting(end_s)
                 look_s += LOOK_S
         try:
             work.wait()  # of NCCL: for the stream, and raises what went wrong

@@ -22,11 +22,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero.transport.awake import awake_s
 
+_TAG_OF_THE_END = 0x9A56
 _ASK_S = 0.5  # how often those who wait for a member ask whether it lives
 
 _built: tuple[weakref.ref[dist.ProcessGroup], tuple[int, ...]] | None = None  # the default group, if it is ours
@@ -74,6 +76,15 @@ def limit_waits(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
     for group in groups:
         if group is not None and dist.get_backend(group) == dist.Backend.GLOO:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def close_connections(group: Any) -> None:
+    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
+    for rank in range(dist.get_world_size(group)):
+        if rank != dist.get_rank(group):
+            with suppress(RuntimeError):  # always; and some are closed already
+                end = torch.empty(1, dtype=torch.uint8)
+                group.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
 
 
 def leave_default_group() -> None:

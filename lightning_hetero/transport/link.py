@@ -76,7 +76,7 @@ def connect(
     host, _, port = place.rpartition(":")
     near = host == "unix"
     if len(token) != 32 or not (near or (host and port.isdigit())):
-        raise ValueError(f"address={address!r} must be a Listener's, 'unix:name#token' or 'host:port#token'")
+        raise ValueError(f"the address of {place!r} must be a Listener's, 'unix:name#token' or 'host:port#token'")
     with contextlib.ExitStack() as undo:
         try:
             connection = connect_to_unix(port, timeout_s) if near else connect_to_tcp(host, int(port), timeout_s)
@@ -181,8 +181,9 @@ class _SocketLink(WorkerLink):
         self._heard_of += 1
 
     def _progress(self) -> int:
-        """Returns what changes when the server's main thread goes on."""
-        raise NotImplementedError
+        """Returns what changes when the server's main thread goes on, which answers signs of life."""
+        self.sign_of_life()
+        return self._heard_of
 
     def _waited(self) -> None:
         """A beat has passed without a byte."""
@@ -195,7 +196,10 @@ class _SocketLink(WorkerLink):
 
     def _why_silent(self, silent_s: float) -> str:
         """Returns words for a server that shows no progress."""
-        raise NotImplementedError
+        return (
+            f"the parameter server (process {self._server_pid}) has answered nothing for {silent_s:.0f} s: it hangs or"
+            " is stopped, or its machine or the network failed"
+        )
 
     def _why_lost(self, doing: str) -> ServerLostError:
         """Returns the error for a connection that broke."""
@@ -346,16 +350,6 @@ class RemoteLink(_SocketLink):
         reply = super()._receive(waits)
         self._newest = max(self._newest, reply.version)
         return reply
-
-    def _progress(self) -> int:
-        self.sign_of_life()  # which its main thread answers
-        return self._heard_of
-
-    def _why_silent(self, silent_s: float) -> str:
-        return (
-            f"the parameter server at {self._address} (process {self._server_pid}) has answered nothing for"
-            f" {silent_s:.0f} s: it hangs or is stopped, or its machine or the network failed"
-        )
 
     def _why_lost(self, doing: str) -> ServerLostError:
         return ServerLostError(

@@ -21,10 +21,6 @@ _INLINE_BYTES = 1 << 18  # what is not larger is not worth a thread
 _END_S = 10.0  # for a thread whose connection is closed
 
 
-def _patient() -> None:
-    """A worker that is stopped is waited for, until the server's thread drops it and closes the connection."""
-
-
 class Peer:
     """A connection; a worker once it has said which one it is.
 
@@ -96,7 +92,7 @@ class Peer:
         target[:here] = self.take(here)
 
         def receive() -> None:
-            receive_into(self.connection, target[here:], _patient, lambda: self._tell(self, None))
+            receive_into(self.connection, target[here:], progress=lambda: self._tell(self, None))
             slot.mark(chunk.slot)
 
         if here == len(target):
@@ -129,8 +125,8 @@ class Peer:
 
         def send() -> None:
             reply, body = make()
-            send_all(self.connection, before + reply.pack(), _patient)
-            send_all(self.connection, body, _patient, lambda: self._tell(self, None))
+            send_all(self.connection, before + reply.pack())
+            send_all(self.connection, body, progress=lambda: self._tell(self, None))
 
         self._take_over("sends", send)
 

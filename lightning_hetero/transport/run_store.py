@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 
 from lightning_hetero.transport.aside import Aside
 from lightning_hetero.transport.side_channel import SideChannel
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.store import host_store, reach_store
 
 T = TypeVar("T")
 _DIGEST = "sha256"
@@ -162,9 +162,7 @@ class RunStore:
         """
         if address is None:
             return cls(None, b"")
-        store = hosted or TCPStore(
-            address.host, address.port, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        store = hosted or reach_store(address.host, address.port, timeout)
         return cls(
             store, bytes.fromhex(address.secret), answer_s=timeout.total_seconds(), address=address,
             hosts=hosted is not None,

@@ -197,6 +197,10 @@ Waits = Callable[[], object]
 """Called whenever a beat has passed without a byte; raises to give up."""
 
 
+def _patient() -> None:
+    """Waits until somebody closes the connection."""
+
+
 class Deadline:
     """Waits so long at most, by `awake_s`: raises TimeoutError then."""
 
@@ -216,7 +220,7 @@ def wait_in_turns(connection: socket.socket) -> None:
 
 
 def send_all(
-    connection: socket.socket, data: bytes | memoryview, waits: Waits, progress: Callable[[], object] = lambda: None
+    connection: socket.socket, data: bytes | memoryview, waits: Waits = _patient, progress: Waits = _patient
 ) -> None:
     """Sends all of ``data``; raises OSError if the peer is gone."""
     rest = memoryview(data)
@@ -230,7 +234,7 @@ def send_all(
 
 
 def receive_into(
-    connection: socket.socket, target: memoryview, waits: Waits, progress: Callable[[], object] = lambda: None
+    connection: socket.socket, target: memoryview, waits: Waits = _patient, progress: Waits = _patient
 ) -> None:
     """Fills ``target``; raises EOFError if the peer is gone."""
     while target:
@@ -247,15 +251,9 @@ def receive_into(
 
 def receive_exactly(connection: socket.socket, size_bytes: int, waits: Waits) -> bytes:
     """Returns exactly ``size_bytes``; raises as `receive_into`."""
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        data = connection.recv(size_bytes) if size_bytes else b""
-    if len(data) == size_bytes:  # as a rule
-        return data
-    whole = bytearray(size_bytes)
-    whole[: len(data)] = data
-    receive_into(connection, memoryview(whole)[len(data) :], waits)
-    return bytes(whole)
+    data = bytearray(size_bytes)
+    receive_into(connection, memoryview(data), waits)
+    return bytes(data)
 
 
 def receive_reply(connection: socket.socket, waits: Waits) -> Reply:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
+
+from lightning_hetero.transport.aside import Aside
+
+T = TypeVar("T")
 
 
 def host_store(host: str, timeout: timedelta, port: int = 0) -> TCPStore:
@@ -26,3 +31,42 @@ def host_store(host: str, timeout: timedelta, port: int = 0) -> TCPStore:
         port = listening.getsockname()[1]
         return TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
     return TCPStore(host, port, **options)
+
+
+def reach_store(host: str, port: int, timeout: timedelta = timedelta(seconds=60)) -> TCPStore:
+    """Returns the store that another process hosts; ``timeout``: of its operations, and to find it.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    options: dict[str, Any] = {"is_master": False, "timeout": timeout, "wait_for_workers": False}
+    return _within(timeout.total_seconds(), lambda: TCPStore(host, port, **options))
+
+
+class BoundedStore:
+    """A store of torch's that others than the ranks may use: whatever it is asked ends within a bound.
+
+    Torch waits for a store's host without end, whatever the timeout: while it is stopped, and while strangers'
+    connections keep it busy.
+
+    Args:
+        reach: returns the store.
+        answer_s: how long it may take to answer [s].
+
+    Raises (all methods, which are the store's):
+        RuntimeError: its host is gone, or silent.
+    """
+
+    def __init__(self, reach: Callable[[], Store], answer_s: float) -> None:
+        self._answer_s = answer_s
+        self._store = _within(answer_s, reach)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: _within(self._answer_s, lambda: getattr(self._store, name)(*args))
+
+
+def _within(answer_s: float, question: Callable[[], T]) -> T:
+    aside = Aside(question, "store")
+    if not aside.ends_within(answer_s):
+        raise RuntimeError(f"the store has not answered for {answer_s:g} s: its host is stopped or busy")
+    return aside.result()

@@ -206,7 +206,7 @@ def test_a_dying_rank_ends_the_job_with_the_cause(runs: Runs, strategy: str, ran
     if kind == "exception":
         assert "the cause: a flux compensator broke" in said
     elif rank == 1:
-        assert "rank 0 lost contact with another rank, which has died" in said
+        assert "rank 0 lost contact with another rank: rank 1 is gone without a word" in said
     else:  # the user's own process was killed: the shell says so
         assert done.returncode == -9
 

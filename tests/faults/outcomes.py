@@ -122,7 +122,8 @@ def _server(cell: Cell) -> Expected:
 
 
 def _silent_server(cell: Cell) -> Expected:
-    return Expected("ended", within_s=SOON_S + cell.asked["timeout_s"], cause=r"parameter server \((?:process|pid) \d+\)")
+    long_s = SOON_S + cell.asked["timeout_s"]
+    return Expected("ended", within_s=long_s, cause=r"parameter server \((?:process|pid) \d+\)")
 
 
 def _terminated(cell: Cell) -> Expected:

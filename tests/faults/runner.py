@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.stale.scripts import free_port
-from tests.faults import namespaces, observe
+from tests.faults import namespaces, observe, strangers
 from tests.faults.cells import Cell
 from tests.faults.job import Job
 from tests.faults.judge import Outcome, judge, samples_of, what
@@ -66,7 +66,7 @@ def _run(cell: Cell, folder: Path, wanted: Expected) -> Outcome:
         outcome.violations += [
             *(found for other in others for found in _seen(cell, wanted, other.folder, other, began_s).violations),
             *(observe.not_requeued(folder) if asked.get("kind") == "SIGUSR1 to all" else []),
-            *(observe.not_told_apart(folder, cell.fault.jobs) if cell.fault.jobs > 1 else []),
+            *(observe.not_told_apart(folder, cell.fault.jobs, cell.engine) if cell.fault.jobs > 1 else []),
             *(observe.unreadable(disks.at(folder / asked["trace"])) if asked.get("trace") else []),
             *observe.outlived(folder, port),
             *observe.files_left(disks.at(folder), temporary, disks.at("/dev/shm") if mounts else None, watch.held),
@@ -155,7 +155,7 @@ class _Watch:
         self.held: list[str] = []
         self._stopped = False
         self._plan: list[tuple[float, Callable[[], Any]]] = []  # what to do when
-        self._attack: Any = None
+        self._attack: strangers.Attack | None = None
 
     def close(self) -> None:
         """Ends what is left."""
@@ -211,8 +211,6 @@ class _Watch:
         elif kind == "kill all":
             self.held = self.job.kill()
         elif kind == "strangers":
-            from tests.faults import strangers
-
             uid = strangers.NOBODY if strangers.can_be(strangers.NOBODY) else None
             self._attack = strangers.start(self.job.pids(), self.cell.asked["attack"], uid=uid)
             self._attack.begun()

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from lightning_hetero import AutoStrategy
-from lightning_hetero.data.order import ShuffledOrder
 from tests.gpu.ranks import CardEnvironment, SharedCards
 from tests.ranks.federated.kit import federated
 from tests.ranks.kit import Weights, balanced, quiet_trainer, regression, stale
@@ -103,7 +102,7 @@ def parts(name: str, rank: int, world: int, data: Dataset) -> Dataset:
     if name != "federated" or world == 1:
         return data
     count, full = len(data), BATCH  # type: ignore[arg-type]
-    order = list(ShuffledOrder(count, seed=0, shuffle=True, global_batch_size=full, drop_last=False).indices(0))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     mine = BATCH // world
     return Subset(data, [i for at in range(rank * mine, count, full) for i in order[at : at + mine]])
 

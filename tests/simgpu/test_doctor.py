@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from lightning_hetero.cli import doctor
@@ -13,7 +14,7 @@ from tests.simgpu.sim.cuda import cap
 def found(rank: int, world: int) -> tuple[list[dict[str, Any]], list[tuple[int, int] | None]]:
     cap(0, 0)  # a full card
     facts = doctor.find_out(doctor._parser().parse_args(["--no-probe"]))
-    return [finding.as_plain() for finding in examine(facts)], [device.capability for device in facts.gpus.devices]
+    return [asdict(finding) for finding in examine(facts)], [device.capability for device in facts.gpus.devices]
 
 
 def test_cards_are_named_and_a_full_one_is_no_error() -> None:

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
-from lightning_hetero.balanced.runtime.pieces import cut, free_memory, save_buffers, save_random_states
+from lightning_hetero.balanced.runtime.pieces import cut, free_memory, save_buffers
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.data.micro_batches import split_batch
-from lightning_hetero.measure.device import HostDevice, is_out_of_memory
+from lightning_hetero.measure.device import HostDevice, is_out_of_memory, save_random_states
 from lightning_hetero.shares.caps import MemoryCap
 
 

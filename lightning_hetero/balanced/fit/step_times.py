@@ -67,7 +67,7 @@ class StepTimes:
         while (compute_s := self._probe.take()) is not None:  # on an accelerator, of a step before
             done, believed = self._closed.popleft()
             # Sent while the gradients still travel, so the wait is the last known one.
-            if believed:
+            if believed and decides:
                 controller.measured(done.computed, compute_s, self._wait_s, done.work)
             self._timed.append((done, compute_s))
         self.note()

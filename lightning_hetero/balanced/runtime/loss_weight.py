@@ -14,10 +14,10 @@ SyncBatchNorm's statistics (as DDP's padding does), so use ``drop_last=True`` an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lightning_hetero.checked import real
 from lightning_hetero.data.batches import Part
 from lightning_hetero.types import LossReduction
 
@@ -57,10 +57,7 @@ class LossWeight:
             self.local = float(part.samples)
             self._factor = part.weight if self._reduction == "mean" else float(part.samples > 0)
             return
-        weight = float(self._batch_weight(batch)) if part.samples else 0.0
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
-        self.local = weight
+        self.local = weight = real("batch_weight(batch)", self._batch_weight(batch)) if part.samples else 0.0
         self._factor = None
         self._total = self._channel.sum_async(weight)
 

@@ -9,12 +9,10 @@ so that whatever comes between the loss and the update, weight, scaler, DDP's bu
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -210,20 +208,6 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [part.view(tensor.shape) for part, tensor in zip(packed, tensors, strict=True)]
     except (RuntimeError, TypeError):
         return [tensor.to("cpu", copy=True) for tensor in tensors]
-
-
-def save_random_states(device: HostDevice) -> Callable[[], None]:
-    """Returns what puts the random generators back as they are now: Python's, NumPy's, torch's and the device's."""
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    on_device = device.random_state()
-
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(host)
-        device.set_random_state(on_device)
-
-    return put_back
 
 
 # ---- how much a step takes ---------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +48,7 @@ from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.run_store import StoreAddress
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.store import BoundedStore, host_store, reach_store
 
 FIRST_GENERATION = 1 << 40
 """Process groups built with joining ranks are numbered from here, those after deaths by the meeting before."""
@@ -84,8 +84,8 @@ class Invitation:
     members: tuple[int, ...]
     nodes: tuple[tuple[int, int], ...]
     meetings: int
-    address: Mapping[str, Any]
-    store: Mapping[str, Any] | None = None
+    address: Mapping[str, Any] = field(repr=False)  # with tokens
+    store: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def run_store(self) -> StoreAddress | None:
@@ -153,10 +153,10 @@ def _open_seen(path: str) -> int:
             time.sleep(_PAUSE_S)
 
 
-def _rendezvous(environment: ClusterEnvironment, timeout_s: float) -> dist.TCPStore:
+def _rendezvous(environment: ClusterEnvironment) -> BoundedStore:
     """Returns the store over which the ranks met at first; rank 0 hosts it."""
     host, port = environment.main_address, environment.main_port
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return BoundedStore(lambda: reach_store(host, port, timedelta(seconds=_LOOK_S)), _ANSWER_S)
 
 
 class JoinRequests:
@@ -169,14 +169,14 @@ class JoinRequests:
     def __init__(self, environment: ClusterEnvironment) -> None:
         self._environment = environment
         self._announced = False
-        self._store: dist.TCPStore | None = None
+        self._store: BoundedStore | None = None
         self._beats = Beats(self._beat_of)
 
     def announce(self) -> None:
         """Says that a run is under way to whoever comes to where the ranks met at first: in torch's own store."""
         # Not so with e.g. a rendezvous through a file: nobody can join, nothing else is lost.
         with suppress(RuntimeError):
-            _rendezvous(self._environment, _LOOK_S).set(_RUN, "")
+            _rendezvous(self._environment).set(_RUN, "")
             self._announced = True
 
     def host(self) -> str:
@@ -195,11 +195,11 @@ class JoinRequests:
                 self._store = None
         try:
             host, port = self._environment.main_address, self._environment.main_port
-            self._store = host_store(host, timedelta(seconds=_LOOK_S), port)
+            self._store = BoundedStore(lambda: host_store(host, timedelta(seconds=_LOOK_S), port), _ANSWER_S)
             self._store.set(_RUN, "")
         except (OSError, RuntimeError) as error:
             with suppress(RuntimeError):
-                store = _rendezvous(self._environment, _LOOK_S)
+                store = _rendezvous(self._environment)
                 if store.check([_RUN]):
                     self._store = store
                     return ""
@@ -223,7 +223,7 @@ class JoinRequests:
         return [rank for rank in asking if rank not in silent]
 
     @staticmethod
-    def _unread(store: dist.Store, kind: str, ranks: Sequence[int], timeout_s: float) -> list[int]:
+    def _unread(store: BoundedStore, kind: str, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Returns who does not take away what was put there for him."""
         deadline_s, left = awake_s() + timeout_s, list(ranks)
         while left := [rank for rank in left if store.check([f"{kind}/{rank}"])]:
@@ -271,7 +271,7 @@ class JoinRequests:
         store, self._store = self._store, None
         with suppress(RuntimeError):
             if store is None and self._announced:
-                store = _rendezvous(self._environment, _LOOK_S)
+                store = _rendezvous(self._environment)
             self._announced = False
             if store is not None:
                 store.delete_key(_RUN)
@@ -302,7 +302,7 @@ class JoiningRank:
         if not environment.creates_processes_externally:
             return None
         with suppress(RuntimeError):
-            if _rendezvous(environment, _LOOK_S).check([_RUN]):
+            if _rendezvous(environment).check([_RUN]):
                 return cls(environment, rank)
         return None
 
@@ -323,7 +323,7 @@ class JoiningRank:
             while True:
                 invitation = self.wait()
                 try:
-                    store = dist.TCPStore(invitation.address["host"], invitation.address["port"], is_master=False)
+                    store = reach_store(invitation.address["host"], invitation.address["port"])
                     coming = Coming(store, invitation.generation)
                     if coming.comes(self._rank):
                         build(invitation, store, coming)
@@ -344,7 +344,7 @@ class JoiningRank:
         store = None
         while not self._trains.wait(_BEAT_S):
             try:
-                store = store or _rendezvous(self._environment, _LOOK_S)
+                store = store or _rendezvous(self._environment)
                 store.add(f"{_BEATS}/{self._rank}", 1)
             except RuntimeError:  # it moves when the members have noticed a death
                 store = None
@@ -360,7 +360,7 @@ class JoiningRank:
         heard_s = awake_s()
         while True:
             try:
-                store = _rendezvous(self._environment, _LOOK_S)
+                store = _rendezvous(self._environment)
                 heard_s = awake_s()
                 path = self._ask(store)
                 break
@@ -376,7 +376,7 @@ class JoiningRank:
         self.invitation = Invitation.read(path, self._asked)
         return self.invitation
 
-    def _ask(self, store: dist.TCPStore) -> str:
+    def _ask(self, store: BoundedStore) -> str:
         """Asks until there is an answer: where the invitation is, "" if the run has ended.
 
         Raises:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from lightning_hetero.federated.decide.rounds import Client, RoundPlan
 from lightning_hetero.predictors import Predictor, PredictorName
-from lightning_hetero.shares.bounds import Bound, ShareBounds
+from lightning_hetero.shares.bounds import Bound, ShareBounds, per_rank
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 
@@ -297,21 +297,13 @@ def client_bounds(
     world_size = len(clients)
     wanted = sum(client.batch_size for client in clients) if total is None else total
     equal = wanted / world_size
-    low = _listed("min_samples", lower, world_size) or [max(1, math.floor(equal / 4))] * world_size
-    up = _listed("max_samples", upper, world_size)
-    up = up or [max(4 * math.ceil(equal), client.batch_size) for client in clients]
+    low = per_rank("min_samples", lower, world_size, max(1, math.floor(equal / 4)))
+    up = per_rank("max_samples", upper, world_size, 4 * math.ceil(equal))
+    if upper is None:
+        up = [max(most, client.batch_size) for most, client in zip(up, clients, strict=True)]
     up = [max(1, min(most, client.samples)) for most, client in zip(up, clients, strict=True)]
     low = [min(max(a, least), b) if lower is None else min(max(a, 1), c.samples) for a, b, c in
            zip(low, up, clients, strict=True)]  # fmt: skip
     bounds = ShareBounds(lower=low, upper=up)
     bounds.resolve(world_size, wanted)
     return bounds, wanted
-
-
-def _listed(name: str, given: Bound, world_size: int) -> list[int] | None:
-    if given is None:
-        return None
-    listed = [given] * world_size if isinstance(given, int) else list(given)
-    if len(listed) != world_size:
-        raise ValueError(f"{name} lists {len(listed)} ranks, but there are {world_size}: give one number per rank")
-    return listed

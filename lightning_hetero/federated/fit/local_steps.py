@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog
+from lightning_hetero.checked import real
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.step_clock import Stopwatch
@@ -65,10 +65,7 @@ class LocalSteps:
         """Adds what the batch counts in the next average."""
         if not self.samples:
             return
-        weight = float(self.samples if self._weight_of is None else self._weight_of(batch))
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
-        self.weight += weight
+        self.weight += self.samples if self._weight_of is None else real("batch_weight(batch)", self._weight_of(batch))
 
     def end(self, number: int, *, is_step: bool) -> None:
         """A batch of the epoch is over, which this rank has trained or passed over.

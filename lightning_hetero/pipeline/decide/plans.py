@@ -193,7 +193,7 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
     The whole model takes ``step_s + sample_s * samples`` on a device of speed 1, as a step does in the scenario. What a
     micro-batch costs whatever its size stays as measured: a real processor starts every computation.
     """
-    total_s = _seconds(_all_layers(model), 1e6) or 1.0
+    total_s = _seconds(model.parts, 1e6) or 1.0
 
     def part(measured: AffineCost) -> AffineCost:
         share = measured.seconds(1e6) / total_s
@@ -201,14 +201,9 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
         return AffineCost(fixed_s=fixed_s, per_sample_s=(scenario.sample_s or 0.0) * share)
 
     first, *layers, last = [
-        replace(cost, forward=part(cost.forward), backward=part(cost.backward)) for cost in _all_layers(model)
+        replace(cost, forward=part(cost.forward), backward=part(cost.backward)) for cost in model.parts
     ]
     return ModelCost(before=first, layers=tuple(layers), head=last)
-
-
-def _all_layers(model: ModelCost) -> tuple[LayerCost, ...]:
-    """Returns the costs of the whole model: before the layers, of the layers, behind them."""
-    return (model.before, *model.layers, model.head)
 
 
 def _seconds(costs: Sequence[LayerCost], samples: float, parts: Sequence[str] = ("forward", "backward")) -> float:
@@ -228,7 +223,7 @@ def parts_of(
         calls: of the backbone per step: with S stages, stage s of call k is number k * S + s, and the head the last.
     """
     samples, stages = max(group.micro_batches), len(group.ranks)
-    whole_s = _seconds(_all_layers(model), samples) or 1.0
+    whole_s = _seconds(model.parts, samples) or 1.0
     stage = group.ranks.index(rank)
     own = (*((model.before,) if stage == 0 else ()), *model.layers[group.cuts[stage] : group.cuts[stage + 1]])
     parts = {

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_hetero.base.checks import naming_damage, naming_full_disk
+from lightning_hetero.base.checks import naming_full_disk
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
@@ -42,11 +43,11 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         run = self._run
         self.keep()
         if run is not None:
+            failed = run.failed
             try:
-                if run.fitting and not run.failed and run.place is not None:
-                    self._optimizers_then = [run.place.held.whole.optimizer_state(o) for o in self.optimizers]
-                    self._finished = run.state_dict()
-                run.close()
+                if run.fitting and not failed and run.place is not None:
+                    self._keep_states(run, run.place.held.whole)
+                (run.end if failed else run.close)()
             finally:
                 self._run = None
         if run is None or not run.failed:
@@ -58,13 +59,21 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def _keep_states(self, run: PipelineRun, whole: WholeState) -> None:
+        """Keeps what a checkpoint behind the fit takes; if that fails, the model is brought together all the same."""
+        try:
+            self._optimizers_then = [whole.optimizer_state(optimizer) for optimizer in self.optimizers]
+            self._finished = run.state_dict()
+        except Exception as error:
+            rank_zero_warn(f"the optimizers' states are lost, the model is not: {type(error).__name__}: {error}")
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._run
         if run is None or run.place is None:
             return super().lightning_module_state_dict()
         if run.batches is not None and run.batches.in_step:
             refuse_saving_in_step()
-        whole = run.whole()
+        whole = run.whole(look=True)
         return {} if whole is None else whole.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -99,19 +108,19 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         """After a failure no rank waits for those that may not come."""
         if self._run is None or not self._run.failed:
             super().barrier(*args, **kwargs)
+            if "run-stage" in args:  # what on_fit_start has changed, before anything is run
+                self._look()
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint of any engine, or of plain Lightning; a local file is mapped, not read into memory."""
+    def _look(self) -> None:
+        if self._run is not None and self._run.batches is not None:
+            self._run.batches.look()
+
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Maps a local file, and does not read it into memory."""
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         stock = type(self.checkpoint_io) is TorchCheckpointIO and self.world_size > 1
-        checkpoint = None
-        if stock:
-            with naming_damage(checkpoint_path):
-                checkpoint = load_mapped(checkpoint_path, weights_only)
-        if checkpoint is None:
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self.take_state(checkpoint)
-        return checkpoint
+        mapped = load_mapped(checkpoint_path, weights_only) if stock else None
+        return super().read_checkpoint(checkpoint_path, *args, **kwargs) if mapped is None else mapped
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._place is None:
@@ -122,6 +131,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._place is None:
             return super().load_optimizer_state_dict(checkpoint)
+        self._look()  # on_fit_start may have made other parameter groups
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._place.held.whole.load_optimizer_state(optimizer, state)
 

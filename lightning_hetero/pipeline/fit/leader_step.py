@@ -202,12 +202,17 @@ class KeptBySteps:
     """
 
     def __init__(self, module: LightningModule, rank: int, layers: Sequence[nn.Module]) -> None:
-        self._module, self._rank, self._layers = module, rank, layers
-        self._attributes = Attributes(module, compat.module_attributes(), without=layers)
+        self._module, self._rank = module, rank
+        self.follow(layers)
         self._counted: set[AttributePath] = set()
         self._seen: list[dict[AttributePath, float]] | None = None  # numbers as each step finds and leaves them
         self._batches, self._generation = 0, -1
         self.epoch_begins, self.counts_batches = True, False
+
+    def follow(self, layers: Sequence[nn.Module]) -> None:
+        """The layers are others from now on; not within an epoch."""
+        self._layers = layers
+        self._attributes = Attributes(self._module, compat.module_attributes(), without=layers)
 
     def note(self) -> None:
         """What the module has now, no step of the epoch has left there."""

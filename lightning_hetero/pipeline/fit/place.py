@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
@@ -28,18 +29,21 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.planning import PlanResult
-from lightning_hetero.pipeline.fit.refusals import refuse_kept
+from lightning_hetero.pipeline.fit.refusals import CHANGE_BETWEEN, refuse_change, refuse_kept, same_number
 from lightning_hetero.pipeline.fit.wires import Emulation, RunOnRank, Wires
 from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
+from lightning_hetero.pipeline.runtime.ownership.changes import Known, divide_anew
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
-from lightning_hetero.pipeline.runtime.ownership.migration import Migration
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_buffers, share_initial
+from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError, Migration
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_buffers, share_initial, together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore, to_device
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
+from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.types import GroupPlan, ModelCost, PipelinePlan
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
@@ -86,10 +90,12 @@ class RankInPlan:
         emulation: what is put around all this where devices or links are emulated.
         busy: this rank's own work.
         evaluation: runs validation, test and prediction steps.
+        in_between: no batch has been trained since the module was looked at, see `look`.
     """
 
     predicted_s: tuple[float, ...]
     elsewhere: set[int]
+    in_between = True
 
     def __init__(self, run: RunOnRank, planned: PlanResult) -> None:
         self.run, self.planned = run, planned
@@ -113,7 +119,7 @@ class RankInPlan:
         self.group: GroupPlan | None = None
         self.runner: StageRunner | None = None
         self.evaluation = EvaluationBatches(run, self.logs)
-        self.held = Holdings(run, ownership, self._wires)
+        self._hold(ownership)
         self.follow(planned)
         if run.trainer.predicting:
             self.evaluation.expect()
@@ -132,6 +138,67 @@ class RankInPlan:
     def leads(self) -> bool:
         """Whether this rank runs the training step of its group."""
         return self.group is not None and self.group.ranks[0] == self.run.channel.rank
+
+    # ---- what the user's code changes of the module ----------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Looks whether the module has been changed, and divides it anew if it has been; collective.
+
+        Hooks before the first batch may have changed it, or hooks between two epochs. What hooks between two batches
+        change of layers and parameters is found too late: nobody knows when that was.
+
+        Returns:
+            Whether layers or parameters are others.
+
+        Raises:
+            RuntimeError: on all ranks, with the names, why it cannot be divided anew, and the ways out.
+        """
+        run, in_between, self.in_between = self.run, self.in_between, True
+        change, group, wait = self._known.change(run.module), run.channel.group, run.failures.wait
+        strangers = self._known.strangers(run.module, run.optimizers)
+        some = start_sum(torch.tensor([float(bool(change or strangers))]), group)
+        wait(some.work)
+        if not some.result().item():
+            return False
+        before = run.backbone
+        try:
+            with together(group, wait=wait):
+                refuse_change(change, strangers, in_between=in_between, copies=bool(self.copies))
+                if change.layers:
+                    run.backbone = same_number(find_backbone(run.module, run.settings.backbone), before)
+            under = partial(run.ownership_under, self.planned.plan)
+            ownership = divide_anew(
+                run.module, run.optimizers, self._known, under, self.here,
+                device=run.settings.device, group=group, wait=wait,
+            )  # fmt: skip
+        except RuntimeError as error:
+            run.backbone = before
+            error.args = (f"{error}. {CHANGE_BETWEEN}",)
+            raise
+        self.held.sync.close()
+        self._wires.prepare(self.planned.plan, ownership)
+        self._hold(ownership)
+        self.group = None  # the runner is made anew, too
+        self.follow(self.planned)
+        return change.trained
+
+    def refuse_changed(self) -> None:
+        """Checks at the beginning of an evaluation that the layers are those that were divided.
+
+        Raises:
+            RuntimeError: they are not, with the names and the ways out.
+        """
+        change = self._known.change(self.run.module)
+        try:
+            refuse_change(change, [], in_between=False, copies=False)
+        except RuntimeError as error:
+            error.args = (f"rank {self.run.channel.rank}: {error}. {CHANGE_BETWEEN}",)
+            raise
+
+    def _hold(self, ownership: Ownership) -> None:
+        run = self.run
+        self.held = Holdings(run, ownership, self._wires)
+        self._known = Known(run.module, run.backbone, run.optimizers)
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
@@ -155,7 +222,10 @@ class RankInPlan:
         if _structure(planned.plan) == _structure(self.planned.plan):
             self.follow(planned)
             return 0
-        new = self.run.ownership_under(planned.plan)
+        try:
+            new = self.run.ownership_under(planned.plan)
+        except ValueError as error:  # weights that the user's code has tied meanwhile
+            raise CancelledError(str(error)) from error
         self._wires.prepare(planned.plan, new)
         migration = Migration(
             self.run.module,
@@ -172,7 +242,7 @@ class RankInPlan:
         )
         self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
-        self.held = Holdings(self.run, new, self._wires)
+        self._hold(new)
         self.follow(planned)
         return migration.size_bytes
 
@@ -291,10 +361,17 @@ class RankInPlan:
             if self.runner is not None:
                 self.runner.close()
             if not self.run.failures.reported:
+                with suppress(RuntimeError):  # what cannot be divided anew is named below; a rank that is lost, there
+                    self.look()
                 to_device(self.run.module, self.run.optimizers, torch.device("cpu"))
-                restore(self.run.module, self.run.optimizers, self.held.ownership, self.run.channel.group)
+                lost = restore(self.run.module, self.run.optimizers, self.held.ownership, self.run.channel.group)
                 for copy in self.copies:
-                    restore(copy, (), self.held.ownership, self.run.channel.group)
+                    lost += restore(copy, (), self.held.ownership, self.run.channel.group)
+                if lost:
+                    rank_zero_warn(
+                        "the module has been changed since its layers were divided last. Each rank has its own"
+                        f" {', '.join(sorted(set(lost)))}; the rest is whole on all ranks"
+                    )
         except Exception as error:
             if not self.run.failures.reported:  # else there is a cause already, which this would hide
                 self.run.failures.report(error)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.pipeline.fit.leader_step import acting_step
 from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
+from lightning_hetero.pipeline.runtime.ownership.changes import Change
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 
@@ -81,6 +82,49 @@ def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
+CHANGE_BETWEEN = (
+    "In a pipeline each rank has a part of the module, which is divided before training, and anew if all ranks change"
+    " it in on_fit_start, on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so"
+    " in configure_model, or use strategy='hetero_balanced'"
+)
+
+
+def refuse_change(change: Change, strangers: Sequence[Tensor], *, in_between: bool, copies: bool) -> None:
+    """Checks that a module which has been changed can be divided anew.
+
+    Args:
+        change: of the module.
+        strangers: parameters of optimizers that the module does not have.
+        in_between: no batch has been trained since.
+        copies: callbacks average the weights in copies of it.
+
+    Raises:
+        RuntimeError: it cannot, with the names.
+    """
+    names = ", ".join(change.names[:8])
+    if strangers:
+        shapes = [tuple(parameter.shape) for parameter in strangers[:5]]
+        raise RuntimeError(f"an optimizer has parameters of shapes {shapes} that are not the module's")
+    if change.trained and not in_between:
+        raise RuntimeError(f"the module was changed between two batches, or around a validation: {names}")
+    if change.trained and copies:
+        raise RuntimeError(f"the module was changed ({names}), but not the copy in which a callback averages weights")
+
+
+def same_number(found: Backbone, before: Backbone) -> Backbone:
+    """Returns the layers that were found.
+
+    Raises:
+        RuntimeError: they are more or fewer than before.
+    """
+    if len(found.layers) != len(before.layers):
+        raise RuntimeError(
+            f"the backbone has {len(found.layers)} layers now, and the plan was made for {len(before.layers)}:"
+            f" {', '.join(found.names)}"
+        )
+    return found
+
+
 SECOND_PASS = (
     "in a pipeline a batch goes through the layers once per optimizer step. Use an optimizer with one pass, or"
     " strategy='hetero_balanced'"
@@ -123,7 +167,9 @@ _OUT = (
 
 
 @contextmanager
-def layers_alike(backbone: Backbone, elsewhere: Callable[[], Container[int]]) -> Iterator[None]:
+def layers_alike(
+    backbone: Backbone, elsewhere: Callable[[], Container[int]]
+) -> Iterator[Callable[[Backbone], None]]:
     """Inside, code that would see or change layers on one rank only is an error where it runs.
 
     That is a forward hook on a layer, or inside of one, that returns nothing, and one that is registered in a step
@@ -133,16 +179,23 @@ def layers_alike(backbone: Backbone, elsewhere: Callable[[], Container[int]]) ->
     Args:
         backbone: its layers, under whatever plan.
         elsewhere: returns the ids of the modules in layers that other ranks run for this one.
+
+    Yields:
+        What is called when the layers are others.
     """
     if isinstance(backbone, Undivided):
-        yield
+        yield lambda _: None
         return
-    names = {
-        id(part): f"{name}.{path}" if path else name
-        for name, layer in zip(backbone.names, backbone.layers, strict=True)
-        for path, part in layer.named_modules()
-    }
+    names: dict[int, str] = {}
     with ExitStack() as undo:
+
+        def watch(backbone: Backbone) -> None:
+            names.clear()
+            for name, layer in zip(backbone.names, backbone.layers, strict=True):
+                for path, part in layer.named_modules():
+                    names[id(part)] = f"{name}.{path}" if path else name
+                    for kind in _KINDS.values():
+                        check(part, kind)
 
         def check(part: nn.Module, kind: str) -> None:
             hooks = getattr(part, kind)
@@ -183,13 +236,11 @@ def layers_alike(backbone: Backbone, elsewhere: Callable[[], Container[int]]) ->
             undo.callback(setattr, nn.Module, method, stock)
             setattr(nn.Module, method, make(stock))
 
+        watch(backbone)
         for method, kind in _KINDS.items():
-            for layer in backbone.layers:
-                for part in layer.modules():
-                    check(part, kind)
             replace(method, partial(checking, kind=kind))
         replace("__setattr__", changing)
-        yield
+        yield watch
 
 
 def _same(part: nn.Module, name: str, value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -75,7 +75,6 @@ class PipelineRun(RunOnRank):
         self,
         planned: PlanResult,
         backbone: Backbone,
-        optimizers: Sequence[torch.optim.Optimizer],
         *,
         to_device: Callable[[Any], Any],
     ) -> RankInPlan:
@@ -84,7 +83,6 @@ class PipelineRun(RunOnRank):
         Args:
             planned: the same on all ranks.
             backbone: the layers; the module is whole.
-            optimizers: of this fit; unused, if this is none.
             to_device: moves a batch to this rank's device, with all hooks of the user.
         """
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
@@ -101,9 +99,7 @@ class PipelineRun(RunOnRank):
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
         self.backbone, self.watched = backbone, controller is not None
-        if self.fitting:
-            self.optimizers = optimizers
-        else:
+        if not self.fitting:
             self.scenario = None
         self.place = place = RankInPlan(self, planned)
         self.undo.enter_context(rank_zero_acts(self.channel.rank))
@@ -133,8 +129,11 @@ class PipelineRun(RunOnRank):
         self.binder.resume(state)
         self._decided = state.get("controller") or {}
 
-    def whole(self) -> WholeState | None:
+    def whole(self, *, look: bool = False) -> WholeState | None:
         """Returns what collects the model; None if ranks are missing after an exception. Collective, if all come.
+
+        Args:
+            look: the user's code may have changed the module; see `RankInPlan.look`.
 
         After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
         `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception,
@@ -143,6 +142,8 @@ class PipelineRun(RunOnRank):
         """
         assert self.place is not None
         if self.trainer.state.status != TrainerStatus.INTERRUPTED:
+            if look and self.batches is not None:
+                self.batches.look()
             return self.place.held.whole
         return self._met
 

@@ -74,10 +74,17 @@ class TrainBatches:
         )
         return StepReport(epoch=part.epoch, step=part.step, records=records, predicted_s=self._place.predicted_s)
 
+    def look(self) -> None:
+        """Looks whether the user's code has changed the module, see `RankInPlan.look`; collective."""
+        if self._place.look():
+            self._kept.follow(self._run.backbone.layers)
+            self._run.watch_layers(self._run.backbone)
+
     def open(self) -> None:
         """The next train batch is on the device: which part of the global batch is it, and does another plan begin."""
         self.part = self._binder.open(compat.upcoming_batch(self._trainer))
         if self._kept.epoch_begins:
+            self.look()
             self._kept.note()  # hooks before the epoch, which all ranks run, may have changed something
             planned, calls = self._place.planned, declared_calls(self._module)
             if calls is not None and calls != planned.calls:
@@ -93,7 +100,7 @@ class TrainBatches:
         """
         if self._last is not None and self._last[0] is self.part:
             raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {SECOND_PASS}")
-        self.in_step = True
+        self.in_step, self._place.in_between = True, False
         try:
             return self._train(batch, args, kwargs)
         except RuntimeError:
@@ -163,7 +170,8 @@ class TrainBatches:
             self._place.refuse_kept()
 
     def epoch_ended(self) -> None:
-        """All batches of an epoch have been trained, and its hooks come; collective in each group."""
+        """All batches of an epoch have been trained, and its hooks come; collective."""
+        self.look()
         group = self._place.evaluation
         self._kept.share_out(group.leader, group.others, group.send, group.receive)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -73,6 +73,11 @@ class PipelineSettings:
         """How long this rank waits for what another one owes it; torch's own default if ``timeout`` is None."""
         return 1800.0 if self.timeout is None else self.timeout.total_seconds()
 
+    @property
+    def gloo_timeout(self) -> timedelta:
+        """The timeout of process groups: gloo counts suspended time, too; the failure board ends waits before."""
+        return timedelta(seconds=10 * self.timeout_s)
+
     def fingerprint(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, as words."""
         return {
@@ -96,24 +101,31 @@ class RunOnRank(EngineRun[PipelineBinder]):
         scenario: that stages sleep for, where a `ThrottleCallback` emulates training.
         scenario_step: returns the scenario's step from the number of batches trained so far.
         backbone: the module's layers; the module is whole at first.
-        optimizers: over all parameters; none, if nothing is trained.
         watched: a controller decides on other plans, by what is measured.
+        watch_layers: called when the backbone's layers are others.
     """
 
     backbone: Backbone
-    optimizers: Sequence[torch.optim.Optimizer] = ()
     watched = False
+    watch_layers: Callable[[Backbone], object] = staticmethod(lambda _: None)
 
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
-        super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
+        super().__init__(
+            trainer, timeout=settings.timeout, settings=settings.fingerprint(), gloo_timeout=settings.gloo_timeout
+        )
         self.settings = settings
         self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
         self.scenario: Scenario | None = None
         self.scenario_step: Callable[[int], int] = int
 
-    def ownership_under(self, plan: PipelinePlan) -> Ownership:
-        """Returns which rank holds what under a plan."""
-        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Over all parameters, the present ones; none, if nothing is trained."""
+        return self.trainer.optimizers if self.fitting else ()
+
+    def ownership_under(self, plan: PipelinePlan, without: Container[str] = ()) -> Ownership:
+        """Returns which rank holds what under a plan; ``without``: see there."""
+        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank, without=without)
 
 
 class Wires:
@@ -132,7 +144,7 @@ class Wires:
     def __init__(self, run: RunOnRank, plan: PipelinePlan) -> None:
         settings, channel = run.settings, run.channel
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
-        self._timeout = settings.timeout
+        self._timeout = settings.gloo_timeout
         self.gloo: dist.ProcessGroup | None = None
         self._connect(plan)
         self.direct = DirectWays(
@@ -142,7 +154,9 @@ class Wires:
             timeout=settings.timeout,
             device=settings.device,
         )
-        self.owners = OwnerGroups(channel.group, backend=settings.process_group_backend, timeout=settings.timeout)
+        self.owners = OwnerGroups(
+            channel.group, backend=settings.process_group_backend, timeout=settings.gloo_timeout
+        )
 
     def prepare(self, plan: PipelinePlan, ownership: Ownership) -> None:
         """Makes what another plan needs; collective."""

@@ -5,7 +5,6 @@ What it takes is in `lightning_hetero.solvers.chain.model`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,11 +114,7 @@ def chain_of(
         ranks: of the cluster, in the order of stages; the first is the leader.
         micro_samples: samples of a micro-batch; not used where ``model`` is `Layers`.
         micro_batches, depth: as in `DeviceChain`.
-
-    Raises:
-        ValueError: no rank, or a rank twice or not in the cluster.
     """
-    check_ranks(ranks, cluster)
     pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     return DeviceChain(
         layers=model if isinstance(model, Layers) else layers_of(model, micro_samples),
@@ -129,17 +124,3 @@ def chain_of(
         micro_batches=micro_batches,
         depth=depth,
     )
-
-
-def check_ranks(ranks: Sequence[int], cluster: Cluster) -> None:
-    """Raises ValueError if ``ranks`` are not one or more different ranks of the cluster."""
-    known = len(cluster.devices)
-    if len(ranks) == 0 or len(set(ranks)) != len(ranks) or not all(0 <= r < known for r in ranks):
-        raise ValueError(f"ranks={tuple(ranks)} must be one or more different ranks of 0 to {known - 1}")
-
-
-def check_cuts(cuts: tuple[int, ...], stages: int, layers: int) -> None:
-    """Raises ValueError if ``cuts`` do not divide the layers among the stages."""
-    rising = all(a < b for a, b in itertools.pairwise(cuts))
-    if len(cuts) != stages + 1 or cuts[0] != 0 or cuts[-1] != layers or not rising:
-        raise ValueError(f"cuts={cuts} must be {stages + 1} strictly increasing numbers from 0 to {layers}")

@@ -33,11 +33,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import TINY_S, DeviceChain, check_cuts
+from lightning_hetero.solvers.chain.chain import TINY_S, DeviceChain
 from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.types import Status
 
@@ -193,7 +194,8 @@ def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
     (1.5, 3.5, 14.0, (4, 2))
     """
     ends = tuple(int(c) for c in cuts)
-    check_cuts(ends, len(chain), len(chain.layers))
+    assert len(ends) == len(chain) + 1 and (ends[0], ends[-1]) == (0, len(chain.layers)), ends
+    assert all(a < b for a, b in pairwise(ends)), ends
     array = np.array([ends], dtype=np.int64)
     split = times(chain, array)
     period = fitting_periods(chain, array, split)

@@ -22,7 +22,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_hetero.solvers.apportion import as_count
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.chain.reasons import why_infeasible
@@ -58,10 +57,6 @@ def place(
     Returns:
         A plan with ``lower_bound_s``; or infeasible, with which constraint cannot be met and what would help.
 
-    Raises:
-        TypeError: a number of samples is not whole.
-        ValueError: a value out of its range.
-
     >>> from lightning_hetero.types import AffineCost, Device, LayerCost, Link
     >>> free, work = AffineCost(fixed_s=0.0, per_sample_s=0.0), AffineCost(fixed_s=0.0, per_sample_s=1.0)
     >>> layers = tuple(LayerCost(name=f"{i}", forward=free, backward=work, state_bytes=1.0) for i in range(6))
@@ -76,17 +71,12 @@ def place(
     >>> [(group.ranks, group.cuts, group.micro_batches) for group in plan.groups], plan.total_s
     ([((0, 1), (0, 4, 6), (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))], 26.0)
     """
-    samples = as_count("global_batch", global_batch, least=1)
-    sizes = sizes_to_try(micro_samples, samples)
-    most = len(cluster.devices) if max_groups is None else as_count("max_groups", max_groups, least=1)
-    if depth not in ("per_link", "low_memory"):
-        raise ValueError(f"depth={depth!r} must be 'per_link' or 'low_memory'")
-    problem = Problem(model, cluster, samples, sizes, depth=depth)
+    problem = Problem(model, cluster, global_batch, sizes_to_try(micro_samples, global_batch), depth=depth)
     bound_s = _work_bound_s(problem)
-    pipes, judged = best_found(problem, most, budget=None if budget is None else as_count("budget", budget))
+    pipes, judged = best_found(problem, len(cluster.devices) if max_groups is None else max_groups, budget=budget)
     if not pipes:
         return PipelinePlan(groups=(), status=Status.INFEASIBLE, lower_bound_s=bound_s, reason=_why(problem))
-    shares, _ = share([problem.cost(pipe) for pipe in pipes], samples)
+    shares, _ = share([problem.cost(pipe) for pipe in pipes], global_batch)
     groups = [_group(problem, pipe, n) for pipe, n in sorted(zip(pipes, shares, strict=True))]
     plan = evaluate_plan(model, cluster, groups, depth=depth)
     return replace(plan, lower_bound_s=min(bound_s, plan.total_s), judged=judged)
@@ -101,9 +91,7 @@ def sizes_to_try(micro_samples: Sequence[int] | None, samples: int) -> tuple[int
     if micro_samples is None:
         powers = [1 << k for k in range(samples.bit_length())]
         return tuple(sorted({n for n in (*powers, *(3 * p for p in powers)) if n <= samples} | {samples}))
-    if not len(micro_samples):
-        raise ValueError("micro_samples is empty: name one size of micro-batch or more, or pass None")
-    return tuple(sorted({min(as_count("micro_samples", n, least=1), samples) for n in micro_samples}))
+    return tuple(sorted({min(n, samples) for n in micro_samples}))
 
 
 def micro_batches_of(samples: int, size: int) -> tuple[int, ...]:
@@ -152,23 +140,11 @@ def evaluate_plan(
 
     Args:
         model, cluster, depth: as in `place`.
-        groups: one or more.
-
-    Raises:
-        ValueError: no group, a rank in two places or not in the cluster, micro-batches that do not sum up to the
-            samples, or cuts that do not fit the ranks.
+        groups: one or more, of a plan: see `lightning_hetero.pipeline.decide.plans.check_plan`.
     """
-    if not groups:
-        raise ValueError("groups is empty: a plan needs at least one group")
     ranks = [rank for group in groups for rank in group.ranks]
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"ranks={ranks} of all groups: a rank may be in one group only, and once")
-    for i, group in enumerate(groups):
-        if min(group.micro_batches, default=0) < 1 or sum(group.micro_batches) != group.samples:
-            raise ValueError(
-                f"groups[{i}].micro_batches={group.micro_batches} must be one or more numbers >= 1 that sum up to"
-                f" samples={group.samples}"
-            )
+    assert ranks and len(set(ranks)) == len(ranks), ranks
+    assert all(min(group.micro_batches) > 0 and sum(group.micro_batches) == group.samples for group in groups), groups
     sizes = tuple(sorted({size for group in groups for size in group.micro_batches}))
     samples = sum(group.samples for group in groups)
     problem = Problem(model, cluster, samples, sizes, depth=depth)

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.checked import real
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
@@ -133,10 +134,7 @@ class StepLoop:
             return 1.0
         if self._weight_of is None or not samples:
             return float(samples)
-        weight = float(self._weight_of(batch))
-        if not (math.isfinite(weight) and weight >= 0.0):
-            raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
-        return weight
+        return real("batch_weight(batch)", self._weight_of(batch))
 
     # ---- optimizer steps --------------------------------------------------------------------------------------
 

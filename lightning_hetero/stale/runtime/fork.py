@@ -28,8 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -116,8 +115,7 @@ class ServerProcess:
             os.close(lifeline)
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
+class Watched(NamedTuple):
     """How a child is watched that serves.
 
     Attributes:
@@ -239,7 +237,7 @@ def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequen
 
         watch = _Watch(alone)
 
-        def ready(details: dict[str, Any], watched: Watched | None = None) -> None:
+        def ready(details: dict[str, Any], watched: Watched = watch.watched) -> None:
             watch.watched = watched
             _tell(report, {"ready": details})
 
@@ -268,7 +266,7 @@ class _Watch:
 
     def __init__(self, alone: Callable[[], bool]) -> None:
         self._alone, self._asked = alone, 0
-        self.watched: Watched | None = None
+        self.watched = Watched(int, "the parameter server has hung for {:.0f} s".format, math.inf)
         threading.Thread(target=self._run, name="main-watch", daemon=True).start()
 
     def orphaned(self) -> bool:
@@ -277,21 +275,17 @@ class _Watch:
         return self._alone()
 
     def _run(self) -> None:
-        before, since_s = None, 0.0
-        while True:
+        before, since_s, limit_s = None, awake_s(), math.inf
+        while awake_s() - since_s < limit_s:
             time.sleep(_LOOK_S)
-            watched = self.watched
-            now = self._alone(), self._asked, watched and watched.word()
+            now = alone, _, _ = self._alone(), self._asked, self.watched.word()
             if now != before:
                 before, since_s = now, awake_s()
-            stuck_s, limit_s = awake_s() - since_s, math.inf if watched is None else watched.patience_s
-            if stuck_s >= (min(limit_s, _STUCK_S) if now[0] else limit_s):
-                break
+            limit_s = min(self.watched.patience_s, _STUCK_S if alone else math.inf)
         with contextlib.suppress(BaseException):
             faulthandler.dump_traceback(2)
-            said = f"the parameter server has hung for {stuck_s:.0f} s" if watched is None else watched.hangs(stuck_s)
-            gone = "; its rank is gone" if now[0] else ""
-            print(f"{said}{gone}. It ends; above is where its threads are", file=sys.stderr, flush=True)
+            said = self.watched.hangs(awake_s() - since_s)
+            print(f"{said}. It ends; above is where its threads are", file=sys.stderr, flush=True)
         os._exit(1)
 
 

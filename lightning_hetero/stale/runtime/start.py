@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -58,8 +58,8 @@ class Address:
         host, port: of its store, for rebuilding the ranks' own group after a death.
     """
 
-    near_server: str
-    far_server: str
+    near_server: str = field(repr=False)  # with the run's token
+    far_server: str = field(repr=False)
     host: str
     port: int
     near: tuple[int, ...]

@@ -32,8 +32,8 @@ class Noting(BalancePolicy):
         self.taken.append(records[0].step)
         turn = 1 + len(self.taken) % 3
         rest = self.limits.total - turn * (len(records) - 1)
-        self._shares = (*[turn] * (len(records) - 1), rest)
-        return ShareDecision(shares=self._shares, changed=True, reason=decision.reason)
+        self.shares = (*[turn] * (len(records) - 1), rest)
+        return ShareDecision(shares=self.shares, changed=True, reason=decision.reason)
 
 
 @dataclass

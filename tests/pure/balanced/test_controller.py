@@ -134,7 +134,7 @@ def test_a_disagreement_names_step_and_both_sides() -> None:
         Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=BalancePolicy())
         for r in range(2)
     ]
-    ranks[1].controller.policy._shares = (30, 34)
+    ranks[1].controller.policy.shares = (30, 34)
     for rank in ranks:
         rank.draw(2, 0, 9, 0)
     for rank in ranks:

@@ -107,5 +107,5 @@ def test_dummy_weighs_nothing_and_is_not_shown_to_the_user() -> None:
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_bad_weight(value: float) -> None:
-    with pytest.raises(ValueError, match=r"batch_weight returned .*finite number >= 0"):
+    with pytest.raises(ValueError, match=r"batch_weight\(batch\)=.* must be a finite number >= 0"):
         weight(2, batch_weight=lambda batch: value).open(part([1, 1], 0), None)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_hetero.data.batches import GlobalBatchSampler
-from lightning_hetero.data.order import ContinuedOrder, SamplerOrder, ShuffledOrder
+from lightning_hetero.data.order import ContinuedOrder, SamplerOrder
 from lightning_hetero.data.pooled import PooledBatches, PooledRanks
 from tests.pure.predictors.simulated import (
     FakeChannel,
@@ -25,6 +25,7 @@ from tests.pure.predictors.simulated import (
     cut,
     epoch_of,
     on_ranks,
+    shuffled_order,
     together,
 )
 
@@ -242,7 +243,7 @@ def test_pooled_ranks_of_batch_samplers_without_a_common_size(told: bool) -> Non
 
 
 def test_an_epoch_begun_elsewhere_goes_on_with_the_samples_left() -> None:
-    inner = ShuffledOrder(20, seed=0, shuffle=True, global_batch_size=6, drop_last=False)
+    inner = shuffled_order(20, seed=0, shuffle=True, global_batch_size=6, drop_last=False)
     order = ContinuedOrder(inner, epoch=3, step=2, spans=[(0, 5), (7, 12), (15, 18)])
     indices, ends = order.batches(3)
     plain, plain_ends = inner.batches(3)
@@ -260,7 +261,7 @@ def test_an_epoch_begun_elsewhere_goes_on_with_the_samples_left() -> None:
 
 def test_what_an_epoch_begun_elsewhere_lacks_is_spread_over_the_rest() -> None:
     """Under the stale engine's `quorum` late samples count in later batches."""
-    inner = ShuffledOrder(30, seed=0, shuffle=False, global_batch_size=6, drop_last=False)
+    inner = shuffled_order(30, seed=0, shuffle=False, global_batch_size=6, drop_last=False)
     for step, trained, expected in ((2, 7, [6, 7, 15, 23, 30]), (4, 13, [6, 11, 12, 13, 30])):
         order = ContinuedOrder(inner, epoch=0, step=step, spans=[(0, trained)])
         indices, ends = order.batches(0)
@@ -269,6 +270,6 @@ def test_what_an_epoch_begun_elsewhere_lacks_is_spread_over_the_rest() -> None:
 
 
 def test_no_batch_of_an_epoch_begun_elsewhere_is_empty() -> None:
-    inner = ShuffledOrder(10, seed=0, shuffle=False, global_batch_size=3, drop_last=False)
+    inner = shuffled_order(10, seed=0, shuffle=False, global_batch_size=3, drop_last=False)
     _, ends = ContinuedOrder(inner, epoch=0, step=1, spans=[(0, 7)]).batches(0)
     assert list(ends) == [7, 8, 9, 10]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lightning_hetero.data.batches import GlobalBatchSampler
-from lightning_hetero.data.order import ShuffledOrder
-from tests.pure.predictors.simulated import any_split, cut, epoch_of, simulate, together
+from tests.pure.predictors.simulated import any_split, cut, epoch_of, shuffled_order, simulate, together
 
 sizes = st.integers(1, 60)
 worlds = st.integers(1, 5)
@@ -27,7 +26,7 @@ def test_global_batches_are_torchs_order_whatever_the_shares(
     torchs = DistributedSampler(range(n), num_replicas=1, rank=0, seed=seed, shuffle=shuffle)  # type: ignore[arg-type]
     torchs.set_epoch(epoch)
     expected = cut(list(torchs), size, drop_last)
-    order = ShuffledOrder(n, seed=seed, shuffle=shuffle, global_batch_size=size, drop_last=drop_last)
+    order = shuffled_order(n, seed=seed, shuffle=shuffle, global_batch_size=size, drop_last=drop_last)
     for split_seed in (one, other):
         ranks = simulate(order, any_split(world, split_seed), world, epoch)
         assert together(ranks) == expected
@@ -37,7 +36,7 @@ def test_global_batches_are_torchs_order_whatever_the_shares(
 
 @given(st.integers(1, 80), st.integers(1, 16), worlds, seeds)
 def test_every_sample_counts_the_same(n: int, size: int, world: int, seed: int) -> None:
-    order = ShuffledOrder(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False)
+    order = shuffled_order(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False)
     ranks = simulate(order, any_split(world, seed), world)
     value = np.random.default_rng(seed).normal(size=n)
     for t, batch in enumerate(cut(order.indices(0), size)):
@@ -48,7 +47,7 @@ def test_every_sample_counts_the_same(n: int, size: int, world: int, seed: int) 
 
 @given(sizes, st.integers(1, 12), worlds, st.integers(0, 200), seeds)
 def test_iteration_starts_where_the_run_stands(n: int, size: int, world: int, position: int, seed: int) -> None:
-    order = ShuffledOrder(n, seed=1, shuffle=True, global_batch_size=size, drop_last=False)
+    order = shuffled_order(n, seed=1, shuffle=True, global_batch_size=size, drop_last=False)
     sampler = GlobalBatchSampler(order, split=any_split(world, seed), rank=world - 1)
     steps = epoch_of(sampler, 2, position)
     whole = cut(order.indices(2), size)[position % len(order) :]  # a shorter loader is cycled by CombinedLoader
@@ -59,7 +58,7 @@ def test_iteration_starts_where_the_run_stands(n: int, size: int, world: int, po
 
 
 def test_behind_the_epoch_its_first_batch_comes_once_more() -> None:
-    order = ShuffledOrder(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
+    order = shuffled_order(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
     sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)
     parts = sampler.begin(4, anew=True)
     assert next(iter(sampler))[0] == 0 and parts[0].step == 4

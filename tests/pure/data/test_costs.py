@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.data.costs import SampleCosts, costs_digest, costs_in
-from lightning_hetero.data.order import ShuffledOrder
-from tests.pure.predictors.simulated import any_split, cut, simulate, together
+from tests.pure.predictors.simulated import any_split, cut, shuffled_order, simulate, together
 
 
 @given(st.integers(1, 80), st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**31))
 def test_the_global_batches_stay_and_all_ranks_cut_alike(n: int, size: int, world: int, seed: int) -> None:
     lengths = [float(x) for x in np.random.default_rng(seed).lognormal(3, 1, n)]
-    order = ShuffledOrder(n, seed=seed, shuffle=True, global_batch_size=size, drop_last=False)
+    order = shuffled_order(n, seed=seed, shuffle=True, global_batch_size=size, drop_last=False)
     costs = SampleCosts(lengths, lower=[1] * world, upper=[size] * world)
     ranks = simulate(order, any_split(world, seed), world, costs=costs)
     assert together(ranks) == cut(order.indices(0), size)  # ranks agree on all shares, too
@@ -34,7 +33,7 @@ def test_the_global_batches_stay_and_all_ranks_cut_alike(n: int, size: int, worl
 def test_parts_cost_alike() -> None:
     """Of 64 texts of skewed lengths in 4 parts the dearest costs some 6 % more than the mean; cut by number, 25 %."""
     lengths = [float(x) for x in np.random.default_rng(1).lognormal(5, 0.8, 6400)]
-    order = ShuffledOrder(6400, seed=0, shuffle=True, global_batch_size=64, drop_last=False)
+    order = shuffled_order(6400, seed=0, shuffle=True, global_batch_size=64, drop_last=False)
     unevenness: list[float] = []
     for costs in (SampleCosts(lengths.__getitem__, lower=[1] * 4, upper=[64] * 4), None):
         ranks = simulate(order, lambda *_: (16, 16, 16, 16), 4, costs=costs)
@@ -47,7 +46,7 @@ def test_parts_cost_alike() -> None:
 
 
 def test_a_dummy_has_its_own_work() -> None:
-    order = ShuffledOrder(8, seed=0, shuffle=False, global_batch_size=8, drop_last=False)
+    order = shuffled_order(8, seed=0, shuffle=False, global_batch_size=8, drop_last=False)
     costs = SampleCosts([float(i + 1) for i in range(8)], lower=[0, 0], upper=[8, 8])
     ((full, _),), ((none, _),) = simulate(order, lambda *_: (8, 0), 2, costs=costs, least=2)
     assert (full.samples, full.work, none.samples, none.work) == (8, 36.0, 0, 3.0)

@@ -25,8 +25,7 @@ from torch.utils.data import (
 
 from lightning_hetero.data.batches import GlobalBatchSampler, Part, Split
 from lightning_hetero.data.loader import inspect_loader, rebatched_loader
-from lightning_hetero.data.order import ShuffledOrder
-from tests.pure.predictors.simulated import any_split
+from tests.pure.predictors.simulated import any_split, shuffled_order
 
 seeds = st.integers(0, 2**31)
 
@@ -55,7 +54,7 @@ class Picky(DataLoader):
 def rebatched(
     loader: DataLoader, n: int, size: int, split: Split, rank: int, position: Callable[[], int] = lambda: 0
 ) -> tuple[DataLoader, list[Part]]:
-    order = ShuffledOrder(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False)
+    order = shuffled_order(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False)
     parts: list[Part] = []
     sampler = GlobalBatchSampler(order, split=split, rank=rank)
     return rebatched_loader(loader, sampler, position=position, on_fetch=parts.append), parts
@@ -63,7 +62,7 @@ def rebatched(
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), seeds)
 def test_each_batch_comes_with_its_part(n: int, size: int, world: int, seed: int) -> None:
-    order = ShuffledOrder(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False).indices(0)
+    order = shuffled_order(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False).indices(0)
     whole: list[int] = []
     for rank in range(world):
         loader, parts = rebatched(DataLoader(Numbers(n), batch_size=size), n, size, any_split(world, seed), rank)

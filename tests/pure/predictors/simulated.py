@@ -8,11 +8,19 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
+from torch.utils.data import DistributedSampler
 
 from lightning_hetero.data.batches import GlobalBatchSampler, Part, Split
-from lightning_hetero.data.order import EpochOrder
+from lightning_hetero.data.order import EpochOrder, ShuffledOrder
 
 T = TypeVar("T")
+
+
+def shuffled_order(samples: int, *, seed: int = 0, shuffle: bool = True, **sizes: Any) -> ShuffledOrder:
+    """Returns stock DDP's order of so many samples."""
+    dataset: Any = range(samples)
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed, shuffle=shuffle)
+    return ShuffledOrder(sampler, **sizes)
 
 
 class Meeting:

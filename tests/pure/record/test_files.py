@@ -24,9 +24,9 @@ def test_what_a_full_disk_takes_ends_with_a_whole_line(tmp_path: Path, size: int
     file = LineFile(path)
     with warnings.catch_warnings(record=True) as told, full_at(size):
         warnings.simplefilter("always")
-        file.write(LINES)
-        file.write(b"more\n")
-    file.write(b"there is room again\n")
+        file.append(LINES)
+        file.append(b"more\n")
+    file.append(b"there is room again\n")
     file.close()
     kept = path.read_bytes()
     assert kept == LINES[: LINES.rfind(b"\n", 0, size) + 1]
@@ -67,18 +67,18 @@ def test_nothing_of_another_process_is_cut_off(tmp_path: Path) -> None:
 
     file._file = Short()  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="Input/output error"):
-        file.write(b"abc\ndef\n")
+        file.append(b"abc\ndef\n")
     assert path.read_bytes() == b"abc\ndother\n"
 
 
 def test_places_that_cannot_be_written_are_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="File exists"):
-        LineFile(tmp_path / "file" / "lines").write(b"x\n")
+        LineFile(tmp_path / "file" / "lines").append(b"x\n")
     with pytest.warns(UserWarning, match="Is a directory"):
         assert not write_file(tmp_path, "x")
     file = LineFile(tmp_path / "gone" / "lines")
-    file.write(b"x\n")
+    file.append(b"x\n")
     (tmp_path / "gone" / "lines").unlink()
     with pytest.warns(UserWarning, match="removed while it was written"):
         file.close()
@@ -114,7 +114,7 @@ def test_lines_of_two_writers_stay_whole(tmp_path: Path) -> None:
         file = LineFile(path)
         start.wait()
         for i in range(200):
-            file.write((letter * (i % 90 + 1) + b"\n") * 3)
+            file.append((letter * (i % 90 + 1) + b"\n") * 3)
         file.close()
 
     threads = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b")]

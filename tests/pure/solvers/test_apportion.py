@@ -115,24 +115,3 @@ def test_the_reason_names_bound_and_numbers(bounds: dict[str, object], words: st
     assert result.status is Status.INFEASIBLE
     assert result.shares == ()
     assert words in result.reason
-
-
-@pytest.mark.parametrize(
-    ("args", "bounds", "error", "words"),
-    [
-        (([], 8), {}, ValueError, "weights is empty"),
-        (([1.0, -1.0], 8), {}, ValueError, r"weights\[1\]=-1.0"),
-        (([1.0, math.nan], 8), {}, ValueError, r"weights\[1\]=nan"),
-        (([1.0], -1), {}, ValueError, "total=-1"),
-        (([1.0], 2**53 + 1), {}, ValueError, r"2\*\*53"),
-        (([1.0], 8.0), {}, TypeError, "total=8.0 must be a whole number"),
-        (([1.0, 1.0], 8), {"lower": [1]}, ValueError, "lower has 1 entries, need 2"),
-        (([1.0, 1.0], 8), {"upper": [1, -2]}, ValueError, r"upper\[1\]=-2"),
-        (([1.0, 1.0], 8), {"upper": 1.5}, TypeError, "upper=1.5"),
-    ],
-)
-def test_malformed_arguments_raise(
-    args: tuple[list[float], int], bounds: dict[str, object], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        apportion(*args, **bounds)  # type: ignore[arg-type]

@@ -117,18 +117,6 @@ def test_a_chain_takes_the_links_of_its_order() -> None:
     assert (plan.fill_s, plan.bottleneck_s) == (pytest.approx(fill_s), 24.5)
 
 
-@pytest.mark.parametrize("ranks", [(), (0, 0), (3,), (-1,)])
-def test_a_chain_of_unknown_ranks_is_refused(ranks: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must be one or more different ranks of 0 to 1"):
-        chain_of(model(), cluster(1.0, 1.0), ranks)
-
-
-@pytest.mark.parametrize("cuts", [(0, 2), (0, 0, 2), (0, 1, 3), (1, 1, 2), (0, 2, 1)])
-def test_malformed_cuts_raise(cuts: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must be 3 strictly increasing numbers from 0 to 2"):
-        evaluate(capped(6.0, 6.0, state=[1.0, 1.0]), cuts)
-
-
 def capped(*caps: float, state: list[float], **keywords: Any) -> DeviceChain:
     n = len(state)
     layers = {"work_s": [1.0] * n, "cut_bytes": [0.0] * (n + 1), "state_bytes": state}

@@ -235,13 +235,6 @@ def test_an_impossible_problem_is_a_status_with_numbers(
 @pytest.mark.parametrize(
     ("costs", "total", "keywords", "error", "words"),
     [
-        ([], 8, {}, ValueError, "costs is empty"),
-        (TWO, -1, {}, ValueError, "total=-1"),
-        (TWO, 8.0, {}, TypeError, "total=8.0 must be a whole number"),
-        (TWO, 8, {"quantum": 0}, ValueError, "quantum=0 must lie in 1"),
-        (TWO, 8, {"lower": [1]}, ValueError, "lower has 1 entries, need 2"),
-        (TWO, 8, {"lower": -1}, ValueError, "lower=-1"),
-        (TWO, 8, {"upper": [8, 8, 8]}, ValueError, "upper has 3 entries, need 2"),
         ([Stairs([math.nan, math.nan], 0.0)], 1, {}, ValueError, "times must be numbers >= 0"),
         ([Stairs([-1.0, 2.0], 0.0)], 1, {}, ValueError, "times must be numbers >= 0"),
     ],

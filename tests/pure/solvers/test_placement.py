@@ -110,31 +110,6 @@ def test_a_plan_that_does_not_fit_names_group_and_stage() -> None:
     assert plan.reason.startswith("group 1: stage 1, layers 1 to 3, needs 3.0 B at least, against 2.5 B of 'b'")
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([], "at least one group"),
-        ([{"ranks": (0, 1)}, {"ranks": (1,), "cuts": (0, 3)}], "one group only"),
-        ([{"micro_batches": (1, 1)}], "sum up to samples=3"),
-        ([{"micro_batches": (3, 0)}], "numbers >= 1"),
-        ([{"cuts": (0, 2, 2)}], "strictly increasing"),
-        ([{"ranks": (0, 7)}], "different ranks of 0 to 1"),
-    ],
-)
-def test_bad_plans_are_refused(groups: list[dict[str, Any]], message: str) -> None:
-    plain: dict[str, Any] = {
-        "ranks": (0, 1),
-        "cuts": (0, 1, 3),
-        "samples": 3,
-        "micro_batches": (2, 1),
-        "depths": (),
-    }
-    plans = [GroupPlan(**(plain | group)) for group in groups]
-    cluster = cluster_of(Device(name="a"), Device(name="b"))
-    with pytest.raises(ValueError, match=message):
-        evaluate_plan(model_of(*[work(1.0)] * 3), cluster, plans)
-
-
 # ---- against brute force ------------------------------------------------------------------------------------
 
 
@@ -280,21 +255,3 @@ def test_why_nothing_fits() -> None:
     few = cluster_of(*[Device(name=f"{i}", mem_bytes=3.5 * gib) for i in range(2)])
     plan = place(model_of(*[work(1.0, state_bytes=gib)] * 8), few, 8)
     assert plan.reason.startswith("the layers need 8.0 GiB at least, all devices have 7.0 GiB together")
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"global_batch": 0}, ValueError, "global_batch=0 must lie in 1"),
-        ({"global_batch": 2.5}, TypeError, "whole number"),
-        ({"micro_samples": ()}, ValueError, "micro_samples is empty"),
-        ({"micro_samples": (0,)}, ValueError, "micro_samples=0"),
-        ({"max_groups": 0}, ValueError, "max_groups=0"),
-        ({"depth": "deep"}, ValueError, "depth='deep'"),
-        ({"budget": -1}, ValueError, "budget=-1"),
-    ],
-)
-def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"global_batch": 4} | change
-    with pytest.raises(error, match=message):
-        place(model_of(work(1.0)), cluster_of(Device(name="a")), **arguments)

@@ -233,7 +233,7 @@ class Tampered(BalancePolicy):
 
     def start(self, **kwargs: Any) -> None:
         super().start(**kwargs)
-        self._shares = (4, 4) if self._rank == 0 else (3, 5)
+        self.shares = (4, 4) if self._rank == 0 else (3, 5)
 
 
 def tampered_job(rank: int, world: int) -> str:

@@ -56,8 +56,8 @@ class Uneven(Scripted):
     def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         BalancePolicy.observe(self, records)
         lone = (self._seen % 3) % 2
-        self._shares = [(self.limits.total - lone, lone), (lone, self.limits.total - lone)][self._seen % 2]
-        return ShareDecision(shares=self._shares, changed=True, reason="uneven")
+        self.shares = [(self.limits.total - lone, lone), (lone, self.limits.total - lone)][self._seen % 2]
+        return ShareDecision(shares=self.shares, changed=True, reason="uneven")
 
 
 class AllToOne(Scripted):
@@ -65,12 +65,12 @@ class AllToOne(Scripted):
 
     def start(self, **kwargs: Any) -> None:
         super().start(**kwargs)
-        self._shares = (self.limits.total, 0)
+        self.shares = (self.limits.total, 0)
 
     def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         super().observe(records)
-        self._shares = (self.limits.total, 0)
-        return ShareDecision(shares=self._shares, changed=True, reason="all to one")
+        self.shares = (self.limits.total, 0)
+        return ShareDecision(shares=self.shares, changed=True, reason="all to one")
 
 
 class Shared(IterableDataset):

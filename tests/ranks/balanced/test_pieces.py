@@ -14,9 +14,8 @@ from lightning_hetero.balanced.runtime.pieces import (
     PieceGradients,
     cut,
     save_buffers,
-    save_random_states,
 )
-from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.device import device_of, save_random_states
 from lightning_hetero.shares.caps import MemoryCap
 
 

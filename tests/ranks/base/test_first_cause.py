@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,17 @@ ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "pipeline": (HeteroPipelineStrategy, {"backbone": "net"}),
     "federated": (FederatedStrategy, {"local_steps": 2}),
 }
+GROUPS = [
+    {"ranks": [1, 0], "cuts": [0, 2, 3], "samples": 2, "micro_samples": 1},
+    {"ranks": [2], "cuts": [0, 3], "samples": 1, "micro_samples": 1},
+]
 CAUSE = "a flux compensator broke"
+BEGUN = 4  # batches
+SUSPENDED_S = 5.0  # longer than the timeout
 # Where: on which rank. Those of the suite; the others are run with --long.
-PLACES = {"training_step": 1, "on_save_checkpoint": 1, "full disk": 0, "setup": 0}
+PLACES = {"training_step": 1, "on_save_checkpoint": 1, "full disk": 0}
 MORE = {
+    "setup": 0,
     "configure_optimizers": 1,
     "on_fit_start": 0,
     "on_train_start": 1,
@@ -66,25 +75,41 @@ def broken(module: Toy, place: str) -> None:
 
 
 class Validated(Toy):
+    """Says in which batch it is, and takes its time; one of them is stopped for ever."""
+
+    stops = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Path(f"at-{self.trainer.global_rank}").write_text("x" * batch_idx)
+        if self.stops and batch_idx == BEGUN:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
 
 
-def fit(rank: int, world: int, engine: str, place: str, target: int, folder: str) -> None:
+def fit(
+    rank: int, world: int, engine: str, place: str, target: int, folder: str, timeout_s: float, batches: int
+) -> None:
     """Trains in a process of its own, which ends as a rank's does; what is on its screen then goes into a file."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.chdir(folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", Path(folder, "meet").as_uri(), rank=rank, world_size=world)
     kind, options = ENGINES[engine]
-    strategy = kind(process_group_backend="gloo", monitor=False, timeout=timedelta(seconds=60), **options)
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
-    trainer = rank_trainer(rank, world, strategy, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
+    if engine == "pipeline":  # each rank has something to do in each place
+        options = {**options, "plan": {"groups": GROUPS[: world - 1]}}
+    strategy = kind(process_group_backend="gloo", monitor=False, timeout=timedelta(seconds=timeout_s), **options)
+    trainer = rank_trainer(rank, world, strategy, max_epochs=1, enable_checkpointing=True, callbacks=[
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=batches // 4)
+    ])  # fmt: skip
     module, screen = Validated(), "finished"
-    if rank == target:
+    module.stops = place == "stopped" and rank == target
+    if rank == target and not module.stops:
         broken(module, place)
+    data = regression(world * batches)
     try:
-        trainer.fit(module, DataLoader(regression(world * 8), batch_size=1), DataLoader(regression(4), batch_size=1))
+        trainer.fit(module, DataLoader(data, batch_size=1), DataLoader(regression(4), batch_size=1))
     except Exception as error:
         screen = "".join(traceback.format_exception(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -92,14 +117,20 @@ def fit(rank: int, world: int, engine: str, place: str, target: int, folder: str
     os._exit(0)  # not through gloo's destructors, which may wait for the dead
 
 
-def screens(world: int, engine: str, place: str, target: int, folder: Path) -> dict[int, str]:
+def screens(
+    world: int, engine: str, place: str, target: int, folder: Path, *, timeout_s: float = 60.0, batches: int = 8,
+    meanwhile: Callable[[list[Any]], object] = bool,
+) -> dict[int, str]:  # fmt: skip
     """Returns what the ranks say that come to an end."""
-    given = [(rank, world, engine, place, target, str(folder)) for rank in range(world)]
+    given = [(rank, world, engine, place, target, str(folder), timeout_s, batches) for rank in range(world)]
     processes = [process_context().Process(target=fit, args=one) for one in given]
     for process in processes:
         process.start()
+    meanwhile(processes)
+    for rank, process in enumerate(processes):
+        if place != "stopped" or rank != target:
+            process.join(60.0)
     for process in processes:
-        process.join(60.0)
         process.kill()
         process.join()
         process.close()
@@ -107,7 +138,12 @@ def screens(world: int, engine: str, place: str, target: int, folder: Path) -> d
 
 
 CASES = [(engine, *case) for engine in ENGINES for case in PLACES.items()]
-MORE_CASES = [pytest.param(e, *case, marks=pytest.mark.long) for e in ENGINES for case in MORE.items()]
+MORE_CASES = [
+    pytest.param(engine, *case, marks=pytest.mark.long)
+    for engine in ENGINES
+    for case in MORE.items()
+    if (engine, case[0]) != ("federated", "on_train_end")  # nobody waits for anybody there any more
+]
 
 
 @pytest.mark.parametrize(("engine", "place", "target"), [*CASES, *MORE_CASES])
@@ -131,6 +167,32 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, engine: str, targe
     assert sorted(said) == [rank for rank in range(3) if rank != target]
     for screen in said.values():
         assert f"rank {target} is gone without a word" in screen, screen
+
+
+@pytest.mark.parametrize("target", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_of_a_pipeline_that_is_stopped_for_ever_is_named_by_all_others(tmp_path: Path, target: int) -> None:
+    said = screens(3, "pipeline", "stopped", target, tmp_path, timeout_s=3.0)
+    assert sorted(said) == [rank for rank in range(3) if rank != target]
+    named = f"rank {target} is gone without a word" if target else "rank 0 does not answer"
+    for screen in said.values():
+        assert named in screen, screen
+
+
+@pytest.mark.parametrize("engine", ["pipeline", *(pytest.param(e, marks=pytest.mark.long) for e in ENGINES)])
+def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, engine: str) -> None:
+    def suspend(processes: list[Any]) -> None:
+        at = [tmp_path / f"at-{rank}" for rank in range(3)]
+        while not all(file.exists() and file.stat().st_size >= BEGUN for file in at):
+            time.sleep(0.01)
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(SUSPENDED_S)
+        assert all(file.stat().st_size < 100 for file in at), "they have not ended before"
+        for process in processes:
+            os.kill(process.pid, signal.SIGCONT)
+
+    said = screens(3, engine, "", -1, tmp_path, timeout_s=2.0, batches=100, meanwhile=suspend)
+    assert said == dict.fromkeys(range(3), "finished")
 
 
 def test_a_full_disk_is_the_reason_and_not_what_torch_makes_of_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import stat
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.join import Coming, Invitation, JoiningRank, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.run_store import RunStore
+from lightning_hetero.transport.store import BoundedStore
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
 from tests.ranks.kit import Toy, quiet_trainer, regression
@@ -412,7 +414,7 @@ def test_a_store_without_an_announcement_yet_will_have_one(environment: Any, mon
         time.sleep(0.005)
     requests = JoinRequests(environment)
     requests.announce()
-    requests._store = store  # as if it hosted it
+    requests._store = BoundedStore(lambda: store, 5.0)  # as if it hosted it
     assert asked(requests, [2]) == [2]
     invite(requests, 2)
     assert waiting.ended() == INVITATION
@@ -436,6 +438,33 @@ def test_a_lower_rank_that_has_come_again_asks_where_another_hosts_and_hosts_whe
     assert asked(first, [3]) == [3]
     first.close([3])
     assert "ended before it was let in" in str(waiting.ended())
+
+
+def test_a_meeting_place_that_does_not_answer_holds_nobody(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host is stopped, or busy with strangers' connections."""
+    monkeypatch.setattr(join, "_LOOK_S", 0.1)
+    monkeypatch.setattr(join, "_ANSWER_S", 0.2)
+    with socket.create_server((environment.main_address, environment.main_port)):
+        assert JoiningRank.find(environment, 2) is None
+        requests = JoinRequests(environment)
+        requests.announce()
+        assert "no rank can come again into this run" in requests.host()
+        requests._announced = True
+        requests.close([1, 2])
+
+
+def test_a_store_that_falls_silent_holds_nobody(environment: Any) -> None:
+    hears = threading.Event()
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            return hears.wait(60.0)
+
+    silent: Any = Silent()
+    requests = JoinRequests(environment)
+    requests._store = BoundedStore(lambda: silent, 0.1)
+    assert requests.asking([2]) == []
+    hears.set()
 
 
 def test_where_no_store_can_be_nobody_joins_and_nothing_is_lost(environment: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_hetero.data.assigned import SampleSource, assigned_loader
-from lightning_hetero.data.order import ShuffledOrder
+from tests.pure.predictors.simulated import shuffled_order
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -45,7 +45,7 @@ class Lists(Squares):
 
 
 def source_of(loader: DataLoader) -> SampleSource:
-    order = ShuffledOrder(10, seed=0, shuffle=False, global_batch_size=4, drop_last=False)
+    order = shuffled_order(10, shuffle=False, global_batch_size=4, drop_last=False)
     return SampleSource(loader, order)
 
 

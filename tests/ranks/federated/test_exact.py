@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.data.order import ShuffledOrder
 from lightning_hetero.federated.policy import FedAvg, FedAvgM
 from tests.ranks.federated.kit import EXACT, SAMPLES, Plain, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks
@@ -30,7 +29,7 @@ def both_engines(rank: int, world: int) -> tuple[Weights, Weights]:
         module, DataLoader(whole, batch_size=BATCH)
     )
     full = BATCH * world
-    order = list(ShuffledOrder(SAMPLES, seed=0, shuffle=True, global_batch_size=full, drop_last=False).indices(0))
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     mine = [i for start in range(rank * BATCH, SAMPLES, full) for i in order[start : start + BATCH]]
     x, y = whole.tensors
     alone = Momentum()

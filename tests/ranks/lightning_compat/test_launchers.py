@@ -217,6 +217,14 @@ with _environment_variable(_PARENT, f"{os.getpid()}:{done}"):
         with _ending_with_parent(2):
             open("inside", "w").close()
             time.sleep(60)
+    os.environ["LOCAL_RANK"] = "4"
+    if os.fork() == 0:
+        reads, writes = os.pipe()
+        os.close(reads)
+        sys.stderr = open(writes, "w")  # a screen that has gone with rank 0
+        with _ending_with_parent(2):
+            open("inside again", "w").close()
+            time.sleep(60)
     os.environ["LOCAL_RANK"] = "2"
     if os.fork() == 0:
         with _ending_with_parent(2):
@@ -233,7 +241,7 @@ with _environment_variable(_PARENT, f"{os.getpid()}:{done}"):
         open("finished as well", "w").close()
         os._exit(0)
 assert _PARENT not in os.environ
-while not all(map(os.path.exists, ("inside", "inside too", "inside as well"))): time.sleep(.01)
+while not all(map(os.path.exists, ("inside", "inside too", "inside as well", "inside again"))): time.sleep(.01)
 open("dead", "w").close()
 os.kill(os.getpid(), signal.SIGKILL)
 """

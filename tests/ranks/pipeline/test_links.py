@@ -24,6 +24,10 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.models import assert_same
 
 
+def divide(value: Any) -> float:
+    return 1.0 / value
+
+
 def board(rank: int, name: str, patience_s: float = 0.2) -> FailureBoard:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return FailureBoard(RunStore(store, b""), rank, patience_s=patience_s)
@@ -135,6 +139,21 @@ def exchange(rank: int, world_size: int) -> None:
     if rank == 1:
         links.abort()
         links.close()
+    dist.barrier()
+
+    # Whatever goes wrong in the sending thread, the training thread raises it.
+    given = {**options, "failures": board(rank, "thread")}
+    links = StageLinks(dist.new_group(backend="gloo"), rank, [1 - rank], **given)
+    if rank == 0:
+        links._links[1]._let_out = lambda job: divide(job.parts)  # type: ignore[method-assign]
+        with pytest.raises(TypeError, match="unsupported operand"):
+            while True:
+                links.send(1, message)
+    else:
+        with pytest.raises(RuntimeError, match="connection is closed"):
+            while True:
+                links.receive(0)
+    links.abort()
     dist.barrier()
     with pytest.raises(RuntimeError, match="rank 2 is gone"):
         raise board(rank, "gone").lost(2, "a test")

@@ -57,7 +57,8 @@ def served(cls: type[Optimizer]) -> Tensor:
         settings=ServerSettings(policy=by_name("bsp")), ranks=[0], near=[0], far=[], ahead=0, state={},
         host="127.0.0.1", timeout=timedelta(seconds=30),
     )  # fmt: skip
-    worker = Worker(connect(address, 0), layout, list(model.parameters()), optimizers=[optimizer])
+    link = connect(address, 0, timedelta(seconds=30))
+    worker = Worker(link, layout, list(model.parameters()), optimizers=[optimizer])
     try:
         worker.pull()
         worker.begin_epoch(0, [2, 4])

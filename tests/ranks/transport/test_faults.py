@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -180,6 +181,33 @@ def test_a_large_body_travels_in_pieces_each_of_which_is_a_sign_of_life(
     server.join(PATIENCE_S)
     listener.close()
     assert not server.is_alive() and (happened.count(Alive(0)) > 200) == (inline == 0)
+
+
+def test_whatever_goes_wrong_in_a_thread_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_INLINE_BYTES", 0)
+    listener = make_listener("wire", 1, **SIZES)
+    listener.publish(0, torch.zeros(4096, dtype=torch.uint8))
+    link = None
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            linked = pool.submit(connect, listener.far_address, 0)
+            while not linked.done():
+                listener.events(0.01)
+            link = linked.result()
+            monkeypatch.setattr(listener.memory.parameters, "read", lambda into: 1 // 0)
+            read = pool.submit(link.read_parameters, torch.zeros(4096, dtype=torch.uint8))
+            happened: list[Any] = []
+            while Gone(0) not in happened:
+                happened += listener.events(PATIENCE_S)
+            assert happened[-1].reason == (
+                "its connection failed: ZeroDivisionError: integer division or modulo by zero"
+            )
+            with pytest.raises(ServerLostError):
+                read.result(PATIENCE_S)
+        finally:
+            listener.close()
+            if link is not None:
+                link.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,8 +33,7 @@ from torch import distributed as dist
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.decide.links import RankDevice
-from lightning_hetero.pipeline.runtime.execute.watch import close_connections
-from lightning_hetero.transport.groups import make_group
+from lightning_hetero.transport.groups import close_connections, make_group
 from lightning_hetero.transport.sockets import FOREVER
 
 _HOST_BACKENDS = {"", "gloo", "mpi"}

@@ -15,9 +15,10 @@ from lightning_hetero.pipeline.runtime.execute.device_link import DeviceLink
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink
-from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch, close_connections
+from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.groups import close_connections
 
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-from torch import distributed as dist
-
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.failures import FailureBoard
+from lightning_hetero.transport.groups import close_connections
 from lightning_hetero.transport.sockets import FOREVER, first_line
-
-_TAG_OF_THE_END = 0x9A56
 
 
 class NeighbourWatch:
@@ -88,12 +82,3 @@ class NeighbourWatch:
     def end(self) -> None:
         """Lets the wire go."""
         self._wire = None
-
-
-def close_connections(wire: Any) -> None:
-    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
-    for rank in range(dist.get_world_size(wire)):
-        if rank != dist.get_rank(wire):
-            with contextlib.suppress(RuntimeError):  # always; and some are closed already
-                end = torch.empty(1, dtype=torch.uint8)
-                wire.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))

@@ -13,7 +13,6 @@ and generators of random numbers are put back.
 from __future__ import annotations
 
 import copy
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -25,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_hetero.measure.device import save_generator
 
 _DATA = (Dataset, DataLoader, Sampler)
 _MACHINERY = ("torch._", "torch.distributed")  # objects of these modules are torch's own business
@@ -63,7 +64,7 @@ class Snapshot:
                     self._undo.append(_TensorState(tensor))
         for one in sets:
             self._undo.append(partial(_refill, vars(one), dict(vars(one))))
-            self._undo += [put for value in vars(one).values() if (put := _generator(value, value)) is not None]
+            self._undo += [put for value in vars(one).values() if (put := save_generator(value, value)) is not None]
         for part in parts:
             self._undo.append(partial(_refill, vars(part), dict(vars(part))))
             for value in vars(part).values():
@@ -159,7 +160,7 @@ def _restores(x: Any, y: Any, originals: dict[int, Any]) -> Iterator[Callable[[]
         yield _TensorState(x, y)
     elif isinstance(x, np.ndarray):
         yield lambda: np.copyto(x, y) if x.shape == y.shape and x.dtype != object else None
-    elif (put := _generator(x, y)) is not None:
+    elif (put := save_generator(x, y)) is not None:
         yield put
     elif isinstance(x, dict):
         items = [(key, back(value)) for key, value in (OrderedDict if isinstance(y, OrderedDict) else dict).items(y)]
@@ -200,19 +201,6 @@ def _put_slots(x: object, slots: dict[str, Any]) -> None:
         object.__delattr__(x, name)
     for name, value in slots.items():
         object.__setattr__(x, name, value)
-
-
-def _generator(x: Any, y: Any) -> Callable[[], object] | None:
-    """Returns what gives a generator of random numbers the state of ``y``, of now; None for all else."""
-    if isinstance(x, torch.Generator):
-        return partial(x.set_state, y.get_state())
-    if isinstance(x, random.Random):
-        return partial(x.setstate, y.getstate())
-    if isinstance(x, np.random.RandomState):
-        return partial(x.set_state, y.get_state())
-    if isinstance(x, np.random.Generator):
-        return partial(setattr, x.bit_generator, "state", y.bit_generator.state)
-    return None
 
 
 class _TensorState:

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.objects import gathered, packed, receive, send
+from lightning_hetero.transport.whole_files import whole_file
 
 K = TypeVar("K", bound=Hashable)
 
@@ -96,13 +97,12 @@ class WholeState:
 
         Raises:
             RuntimeError: as `state_dict`.
-            ValueError: the optimizer has a parameter that is not the module's.
         """
-        ownership, by_id = self._ownership, self._by_id(optimizer)
+        ownership, by_id = self._ownership, self._by_id()
         names: dict[int, str] = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            if by_id[id(parameter)] not in names.values():  # one that occurs again has its first index, as in torch
-                names[index] = by_id[id(parameter)]
+        for index, parameter in enumerate(_parameters(optimizer)):  # of a layer that was replaced, it is no more there
+            if (name := by_id.get(id(parameter))) is not None and name not in names.values():
+                names[index] = name  # one that occurs again has its first index, as in torch
         whole: dict[str, Any] = {}
 
         def state() -> dict[Any, Any]:
@@ -149,28 +149,21 @@ class WholeState:
             state: as from `optimizer_state`, or from stock torch. It is copied, as it may be mapped.
 
         Raises:
-            ValueError: other numbers of groups or parameters, as from torch; a parameter that is not the module's.
+            ValueError: other numbers of groups or parameters, as from torch.
         """
-        by_id = self._by_id(optimizer)
+        by_id = self._by_id()
         saved = (index for group in state["param_groups"] for index in group["params"])
-        names = {index: by_id[id(p)] for index, p in zip(saved, _parameters(optimizer), strict=False)}
+        names = {index: by_id.get(id(p)) for index, p in zip(saved, _parameters(optimizer), strict=False)}
         mine = {
             key: pytree.tree_map_only(Tensor, torch.clone, value)
             for key, value in state["state"].items()
-            if key not in names or self._ownership.holds(names[key])
+            if (name := names.get(key)) is None or self._ownership.holds(name)
         }
         optimizer.load_state_dict({**state, "state": mine})
 
-    def _by_id(self, optimizer: Optimizer) -> dict[int, str]:
-        """Returns the names of an optimizer's parameters."""
-        by_id = {id(tensor): name for name, tensor in self._ownership.tensors(self._module).items()}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            if id(parameter) not in by_id:
-                raise ValueError(
-                    f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(parameter.shape)}, is not the"
-                    " module's: make optimizers from the module's parameters, before the layers are divided"
-                )
-        return by_id
+    def _by_id(self) -> dict[int, str]:
+        """Returns the names of the module's parameters, by their ids."""
+        return {id(tensor): name for name, tensor in self._ownership.tensors(self._module).items()}
 
     # ---- from the owners to rank 0 -----------------------------------------------------------------------------
 
@@ -249,7 +242,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a local checkpoint tensor by tensor; the file appears when it is complete.
+    """Writes a local checkpoint tensor by tensor; see `whole_file`.
 
     The same as Lightning's own `TorchCheckpointIO` writes, which collects the whole file in memory first, twice: of a
     pipeline that is the whole model and its optimizer, for which no rank need have room.
@@ -261,15 +254,8 @@ def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: no space, or the folder cannot be written to; an old file is still there then.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            torch.save(checkpoint, file)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        torch.save(checkpoint, file)
 
 
 def load_mapped(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes, together
-from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership, named
 from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.transport.objects import Wait, gathered, packed, unpacked
@@ -215,6 +215,8 @@ class Migration:
                 f"layers stay where they are, because somebody keeps copies of {', '.join(kept[:3])}, which do not go"
                 " with them"
             )
+        if new := sorted(named(self._modules[0]).keys() - self._old.layer_of.keys()):
+            raise RuntimeError(f"layers stay where they are, because {', '.join(new[:3])} is new, on some ranks only")
 
     def _values(self, target: int) -> dict[Any, Any]:
         """Returns what this rank sends to another, by kind, number of the module or optimizer, and name."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.groups import make_group
+from lightning_hetero.transport.groups import close_connections, make_group
 from lightning_hetero.transport.objects import Wait, gathered
 
 _MOST_GROUPS = 64  # kept; each costs sockets and threads, or memory on the device
@@ -72,15 +72,14 @@ class OwnerGroups:
         """Destroys the groups, and lets go of ``world``.
 
         Args:
-            failed: peers may be gone. Only what is under way on a device is ended: it would keep this process from
-                ending.
+            failed: peers may be gone. What is under way is ended: it would keep this process from ending.
         """
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *((self.world,) if failed else ())):
             if not failed:
                 _destroy(group)
-            elif isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != dist.Backend.GLOO:
+            elif isinstance(group, dist.ProcessGroup):
                 with contextlib.suppress(RuntimeError):  # nothing is
-                    group.abort()
+                    close_connections(group) if dist.get_backend(group) == dist.Backend.GLOO else group.abort()
         if not failed:
             self._groups.clear()
             vars(self).pop("world", None)
@@ -127,6 +126,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
+def refuse_different(ownership: Ownership, group: dist.ProcessGroup) -> None:
+    """Compares what all ranks have, and how it is divided; collective.
+
+    Raises:
+        RuntimeError: on all ranks: the model or the plan is not the same.
+    """
+    digests = gathered(ownership.digest, group, dist.Work.wait)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise RuntimeError(
+            f"ranks {others} have another model or another plan than rank 0: names, shapes, dtypes, ties of the"
+            " parameters or which are frozen differ; build the model from the same configuration on all ranks"
+        )
+
+
 @torch.no_grad()
 def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -> None:
     """Gives rank 0's parameters and buffers, also those that are not saved, to all that hold them, as DDP does.
@@ -141,12 +154,7 @@ def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGr
         RuntimeError: the model or the plan is not the same on all ranks, or rank 0 lacks a tensor.
     """
     tensors, rank = ownership.tensors(module), ownership.rank
-    digests = gathered(ownership.digest, group, dist.Work.wait)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise RuntimeError(
-            f"ranks {others} have another model or another plan than rank 0: names, shapes, dtypes, ties of the"
-            " parameters or which are frozen differ; build the model from the same configuration on all ranks"
-        )
+    refuse_different(ownership, group)
     with together(group):
         if rank == 0 and (missing := [n for n, t in tensors.items() if t.is_meta]):
             raise ValueError(f"{missing[:5]} are on the meta device")

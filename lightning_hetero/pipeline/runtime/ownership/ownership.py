@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -77,6 +77,7 @@ class Ownership:
         layers: of the backbone, in order; modules inside ``module``.
         plan: which rank holds which layers, checked.
         rank: this rank; may be one that rests.
+        without: buffers that only some ranks have: of them nothing is said.
 
     Attributes:
         layer_of: name of each parameter and buffer, all names of shared ones, in the module's order -> its layer;
@@ -92,7 +93,13 @@ class Ownership:
     """
 
     def __init__(
-        self, module: nn.Module, layers: Sequence[nn.Module], plan: PipelinePlan, *, rank: int
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        plan: PipelinePlan,
+        *,
+        rank: int,
+        without: Container[str] = (),
     ) -> None:
         self.rank = rank
         self.groups = tuple(group.ranks for group in plan.groups)
@@ -102,7 +109,7 @@ class Ownership:
         units: tuple[Unit, ...] = (None, *range(len(layers)))
         self._units = {unit: tuple(_owner(group, unit) for group in plan.groups) for unit in units}
         digest = hashlib.sha256(repr([(group.ranks, group.cuts) for group in plan.groups]).encode())
-        entries = _entries(module, layers)
+        entries = [entry for entry in _entries(module, layers) if entry.names[0] not in without]
         for entry in entries:
             for number, group in enumerate(plan.groups if entry.is_parameter else ()):
                 ranks = {_owner(group, u) for u in entry.units}
@@ -115,7 +122,7 @@ class Ownership:
             digest.update(repr((entry.names, entry.shape, entry.dtype, entry.trained, entry.unit)).encode())
         self.parameters = tuple(entry.names[0] for entry in entries if entry.is_parameter)
         self.buffers = tuple(entry.names[0] for entry in entries if not entry.is_parameter)
-        self.layer_of = {name: self._entries[name].unit for name in _named(module)}
+        self.layer_of = {name: self._entries[name].unit for name in named(module) if name in self._entries}
         self.digest = digest.hexdigest()
 
     # ---- by name -----------------------------------------------------------------------------------------------
@@ -150,20 +157,12 @@ class Ownership:
     # ---- tensors -----------------------------------------------------------------------------------------------
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns the present parameters and buffers of ``module`` by their first names.
+        """Returns the present parameters and buffers of ``module`` by their first names, of those that are still there.
 
-        Raises:
-            ValueError: the module has other parameters or buffers than the one this was made from.
+        What the user's code has added since is not among them, until the layers are divided anew (`changes`).
         """
-        found = _named(module)
-        if found.keys() != self.layer_of.keys():
-            new = sorted(found.keys() - self.layer_of.keys())
-            gone = sorted(self.layer_of.keys() - found.keys())
-            raise ValueError(
-                f"the module's parameters and buffers have changed since the layers were divided: new {new[:5]},"
-                f" gone {gone[:5]}; make the model complete before training, e.g. in configure_model"
-            )
-        return {name: found[name] for name in (*self.parameters, *self.buffers)}
+        found = named(module)
+        return {name: found[name] for name in (*self.parameters, *self.buffers) if name in found}
 
 
 # ---- what the module consists of -------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ def _layers_of(entry: _Entry) -> tuple[int, ...]:
     return tuple(sorted(u for u in entry.units if u is not None))
 
 
-def _named(module: nn.Module) -> dict[str, Tensor]:
+def named(module: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers; all names of shared ones, as state dicts have them."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes
-from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership, named
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here, StandIn, leave, stand_in_for
+from lightning_hetero.transport.objects import gathered
 
 
 @torch.no_grad()
@@ -47,9 +48,6 @@ def prune(
         ownership: which rank holds what.
         here: what runs on this rank, for what stand-ins may do.
         device: of this rank's layers; None: where the tensors are.
-
-    Raises:
-        ValueError: the module is another one than the ownership was made from.
     """
     here = Here(ownership.rank) if here is None else here
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
@@ -59,7 +57,8 @@ def prune(
             continue
         holders = ownership.holders(name)
         if isinstance(tensor, StandIn):
-            tensor.held = replace(tensor.held, ranks=holders)
+            tensor.held = replace(tensor.held, name=name, ranks=holders)
+            here.made.pop(id(tensor), None)  # it may be a copy that the user has put there
             continue
         gone.append((tensor, name))
         now = stand_in_for(tensor, name, holders, here, device=device or tensor.device)
@@ -116,31 +115,44 @@ def put_in_place(
 @torch.no_grad()
 def restore(
     module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownership, group: dist.ProcessGroup
-) -> None:
+) -> list[str]:
     """Undoes `prune`: afterwards all ranks have all parameters and buffers, with the values of the lowest group.
 
     Collective. For the end of training, when the model is used or divided anew. Optimizers have all parameters, and
     the state of those that this rank held. What this rank gets lies on the CPU.
 
     Args:
-        module: the whole model, pruned by the same ownership.
+        module: the whole model, pruned by the same ownership; what has been changed since does not matter.
         optimizers: made from its parameters.
         group: over all ranks, one that takes CPU tensors (gloo).
+
+    Returns:
+        The names of parameters that are not in the ownership, and of those that have no values: the module has been
+        changed since it was divided.
     """
+    tensors, rank = ownership.tensors(module), ownership.rank
+    mine = {n: (t.shape, t.dtype) for n, t in tensors.items() if ownership.owners(n)[0] == rank and not t.is_meta}
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, tensor in ownership.tensors(module).items():
-        source = ownership.owners(name)[0]
-        if ownership.rank == source or not tensor.is_meta:
-            data = tensor.detach().to("cpu").contiguous()
-        else:
-            data = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if data.numel():
-            dist.broadcast(as_bytes(data), source, group=group)
-        if tensor.is_meta:
-            replaced[id(tensor)] = (tensor, like(tensor, data))
-        elif ownership.rank != source:
-            tensor.copy_(data)
+    for source, offered in enumerate(gathered(mine, group, dist.Work.wait)):
+        for name, (shape, dtype) in offered.items():
+            tensor = tensors.get(name)
+            data = torch.empty(shape, dtype=dtype)
+            if source == rank and tensor is not None:
+                data = tensor.detach().to("cpu").contiguous()
+            if data.numel():
+                dist.broadcast(as_bytes(data), source, group=group)
+            if tensor is not None and tensor.is_meta:
+                replaced[id(tensor)] = (tensor, like(tensor, data))
+            elif tensor is not None and source != rank:
+                if (tensor.shape, tensor.dtype) != (shape, dtype):
+                    tensor.data = tensor.new_empty(shape, dtype=dtype)
+                tensor.copy_(data)
     put_in_place(module, optimizers, replaced)
+    return [
+        name
+        for name, tensor in named(module).items()
+        if tensor.is_meta or (isinstance(tensor, nn.Parameter) and name not in ownership.layer_of)
+    ]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lightning_hetero.measure.device import device_in_use, device_of
+from lightning_hetero.measure.device import device_in_use, device_of, save_random_states
 
 
 def stream_seed(seed: int, *numbers: int) -> int:
@@ -77,13 +77,8 @@ def nothing_drawn(device: torch.device | None = None) -> Iterator[None]:
     Args:
         device: one; None: that in use.
     """
-    own = device_in_use() if device is None else device_of(device)
-    state, cpu = own.random_state(), torch.default_generator.get_state()
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    put_back = save_random_states(device_in_use() if device is None else device_of(device))
     try:
         yield
     finally:
-        torch.default_generator.set_state(cpu)
-        own.set_random_state(state)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        put_back()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.stale.runtime.messages import EpochBegin
@@ -48,17 +48,20 @@ class AnnouncedEpochs:
 
     def __init__(self, digest: str) -> None:
         self._digest = digest
-        self._kept: dict[int, AnnouncedEpoch] = {}
+        self._present: AnnouncedEpoch | None = None
+        self._words: dict[int, array[int]] = {}  # by epoch
+        self._at: dict[int, int] = {}  # the epoch that a worker has begun last
         self.number = -1
 
     def words(self, number: int) -> Sequence[int]:
         """Returns the words of an epoch, none if there was no such epoch."""
-        return self._kept[number].words if number in self._kept else ()
+        return self._words.get(number, ())
 
     def forget(self, rank: int) -> None:
         """A worker is gone; if it comes again, it joins the epoch as it is."""
-        for epoch in self._kept.values():
-            epoch.begun.discard(rank)
+        self._at.pop(rank, None)
+        if self._present is not None:
+            self._present.begun.discard(rank)
 
     def ask(self, rank: int, request: Request) -> AnnouncedEpoch | None:
         """A worker begins an epoch; returns it if it is the first to do so, else None.
@@ -74,9 +77,10 @@ class AnnouncedEpochs:
             raise RunEndsError(
                 f"worker {rank} and the server disagree on the model, its optimizers or the compression. {_ADVICE}"
             )
-        epoch = self._kept.get(request.epoch)
+        self._at[rank] = request.epoch
         if request.epoch < self.number:
             return None
+        epoch = self._present if request.epoch == self.number else None
         words = array("q", [0] * said.global_step)
         asked = AnnouncedEpoch(tuple(request.numbers), said.global_step, said.applied, rank, {rank}, words)
         if epoch is None or rank in epoch.begun:
@@ -88,11 +92,12 @@ class AnnouncedEpochs:
         epoch.begun.add(rank)
         return None
 
-    def begin(self, number: int, epoch: AnnouncedEpoch) -> None:
-        """Makes an epoch the present one."""
-        self._kept[number] = epoch
-        self.number = number
+    def begin(self, number: int, epoch: AnnouncedEpoch, live: Iterable[int]) -> None:
+        """Makes an epoch the present one; what no live worker can ask for any more is forgotten."""
+        self._present, self.number, self._words[number] = epoch, number, epoch.words
+        first = min((self._at.get(rank, -1) for rank in live), default=-1)
+        self._words = {n: words for n, words in self._words.items() if n >= first}
 
     def step_over(self, word: int) -> None:
         """A global step of the present epoch is over; ``word`` says what it did, see `Word`."""
-        self._kept[self.number].words.append(word)
+        self._words[self.number].append(word)

@@ -275,7 +275,7 @@ class ParameterServer:
                 request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.global_step, now=now
             )
             self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
-            self._epochs.begin(request.epoch, epoch)
+            self._epochs.begin(request.epoch, epoch, self._members.live)
             self._batch.begin()
         hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
         self._answers.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
