@@ -102,7 +102,7 @@ OTHER_CLOCKS = {
 }
 
 # Files that are being changed elsewhere.
-LATER = re.compile(r"transport/(failures|roll_call|groups)\.py|base/elastic/|runtime/execute/watch\.py")
+LATER = re.compile(r"transport/failures\.py|runtime/execute/watch\.py")
 
 ALWAYS = {"recv_into", "recv_fds", "recvmsg", "recvfrom", "sendall", "recv_bytes"}
 NO_ARGUMENT = {"join", "wait", "get", "acquire", "result", "select", "communicate", "recv", "accept"}
