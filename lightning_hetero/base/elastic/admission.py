@@ -58,15 +58,9 @@ class Admission:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        meetings: Meetings,
-        members: Members,
-        requests: JoinRequests,
-        *,
-        store: RunStore,
+        self, trainer: Trainer, meetings: Meetings, members: Members, requests: JoinRequests, *, store: RunStore,
         generation: int = FIRST_GENERATION,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._trainer, self._meetings, self._members, self._requests = trainer, meetings, members, requests
         self._store, self._generation = store, generation
         self._asking: list[int] = []
@@ -97,7 +91,7 @@ class Admission:
         root = str(trainer.default_root_dir)
         # What a joining rank loads is a file on disk, never a URL that somebody names to it.
         folder = os.getcwd() if "://" in root else os.path.abspath(root)
-        path = os.path.join(folder, f".joining-{name_of_process()}-{self._generation}.ckpt")
+        path = os.path.join(folder, f".joining-{name_of_process()}-{members.rank}-{self._generation}.ckpt")
         self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
         if self._asking:
             if members.is_lowest and os.path.isdir(folder):

@@ -207,15 +207,10 @@ class Meetings:
         members = self._members
         self._channel.leave()
         rebuild_default_group(
-            store=store,
-            generation=generation,
-            members=members.alive,
-            rank=members.rank,
-            backend=self._backend,
-            timeout=self._short if self._backend == dist.Backend.GLOO else self._timeout,
-            meeting_s=meeting_s,
+            store=store, generation=generation, members=members.alive, rank=members.rank, backend=self._backend,
+            timeout=self._short if self._backend == dist.Backend.GLOO else self._timeout, meeting_s=meeting_s,
             living=living,
-        )
+        )  # fmt: skip
         self._channel.rebind(gloo_group(self._short))
         self._wait_at_most(self._timeout)
         for loader in compat.val_loaders(self.trainer):

@@ -75,9 +75,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             liveness_s=settings.server.liveness_s, before_epoch=lambda: self.admission.admit(),
             leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
         )  # fmt: skip
-        self.admission = Admission(
-            trainer, self.meetings, members, requests, store=self.store, generation=generation
-        )
+        self.admission = Admission(trainer, self.meetings, members, requests, store=self.store, generation=generation)
         self.admission.expect()
         self.meetings.changed.append(self._regrouped)
         self.binder = AssignedBinder(trainer, channel, members, settings)
