@@ -38,7 +38,7 @@ BOUNDED: dict[str, set[str]] = {
         "balanced/decide/controller.py::ShareController._receive",
         "callbacks/straggler.py::StragglerMonitor._compare_told",
         "measure/link_probe.py::LinkProbe._settle",
-        "pipeline/runtime/ownership/owner_groups.py::share_initial",
+        "pipeline/runtime/ownership/owner_groups.py::spread",
         "transport/side_channel.py::SideChannel.all_gather_row.wait",
         "transport/side_channel.py::SideChannel.sum_async.wait",
     },
