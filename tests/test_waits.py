@@ -56,7 +56,6 @@ BOUNDED: dict[str, set[str]] = {
         "pipeline/fit/place.py::RankInPlan.look",
         "pipeline/fit/run.py::PipelineRun.finish",
         "pipeline/runtime/execute/stage_link.py::StageLink._next",
-        "pipeline/runtime/ownership/changes.py::divide_anew",
         "pipeline/runtime/ownership/gradients.py::Bucket.collect",
         "pipeline/runtime/ownership/gradients.py::GradientSync._total",
         "transport/failures.py::FailureBoard._poll",
