@@ -24,8 +24,8 @@ _SHOWN = 20  # failures that are worth reading
 _NOTES = """Failures: schedules in which a sample was applied twice, or never though training ended well; a contribution
 was older than the policy's bound; a rank, or the server, had no answer within the schedule's time; a rank ended though
 nothing had happened that ends a run, or ended with a cause while another trained to the end. What ends a run: an error
-in the user's code, the server's death, a death between a meeting of the ranks and the end of its collective, on the way
-into a new process group, or before there is a server. Virtual time: what the schedules would have taken."""
+in the user's code, the server's death, or a death before there is a server. Virtual time: what the schedules would have
+taken."""
 
 
 def replay(seed: int) -> None:

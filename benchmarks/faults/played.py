@@ -107,7 +107,6 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
 
     distributed = SimpleNamespace(
         Backend=SimpleNamespace(GLOO="gloo"),
-        TCPStore=lambda *_, **__: store.opened(),
         PrefixStore=lambda prefix, store: store.below(prefix),
         HashStore=lambda: None,
         group=DefaultGroup(),
@@ -136,7 +135,8 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         mock.patch.object(meetings, "dist", distributed),
         mock.patch.object(meetings, "gloo_group", lambda timeout: None),
         mock.patch.object(meetings, "compat", lightning),
-        mock.patch.object(admission, "dist", distributed),
+        mock.patch.object(meetings, "reach_store", lambda *_: store.opened()),
+        mock.patch.object(admission, "reach_store", lambda *_: store.opened()),
         mock.patch.object(admission, "compat", lightning),
         mock.patch.object(admission, "time", time),
     ):

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
@@ -23,6 +22,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.run_store import RunStore
+from lightning_hetero.transport.store import reach_store
 from lightning_hetero.transport.whole_files import name_of_process, remove_left
 
 if TYPE_CHECKING:
@@ -58,15 +58,9 @@ class Admission:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        meetings: Meetings,
-        members: Members,
-        requests: JoinRequests,
-        *,
-        store: RunStore,
+        self, trainer: Trainer, meetings: Meetings, members: Members, requests: JoinRequests, *, store: RunStore,
         generation: int = FIRST_GENERATION,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._trainer, self._meetings, self._members, self._requests = trainer, meetings, members, requests
         self._store, self._generation = store, generation
         self._asking: list[int] = []
@@ -97,7 +91,7 @@ class Admission:
         root = str(trainer.default_root_dir)
         # What a joining rank loads is a file on disk, never a URL that somebody names to it.
         folder = os.getcwd() if "://" in root else os.path.abspath(root)
-        path = os.path.join(folder, f".joining-{name_of_process()}-{self._generation}.ckpt")
+        path = os.path.join(folder, f".joining-{name_of_process()}-{members.rank}-{self._generation}.ckpt")
         self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
         if self._asking:
             if members.is_lowest and os.path.isdir(folder):
@@ -205,7 +199,7 @@ class Admission:
 
     def _coming(self) -> Coming:
         address = self._meetings.place.address
-        return Coming(dist.TCPStore(address.host, address.port, is_master=False), self._generation)
+        return Coming(reach_store(address.host, address.port), self._generation)
 
     def _remove_checkpoint(self) -> None:
         for invitation in self._invitations:

@@ -60,10 +60,6 @@ class Coming:
         """Says, for the members, that it has gone."""
         self._store.compare_set(f"{self._prefix}/{rank}", "", "gone")
 
-    def gone(self, ranks: Iterable[int]) -> frozenset[int]:
-        """Returns which of them have gone."""
-        return frozenset(rank for rank in ranks if self._said(str(rank)) == "gone")
-
     def living(self, ranks: Iterable[int]) -> set[int]:
         """Returns which of the ranks have not gone, while the group is made.
 
@@ -72,8 +68,7 @@ class Coming:
         """
         if why := self._said("off"):
             raise RuntimeError(f"the process group with joining ranks is not made: {why}")
-        ranks = set(ranks)
-        return ranks - self.gone(ranks)
+        return {rank for rank in ranks if self._said(str(rank)) != "gone"}
 
     def call_off(self, why: str) -> None:
         """Says, for the members, that the group is not made."""

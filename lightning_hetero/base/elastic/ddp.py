@@ -138,14 +138,9 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
     def _join_group(self, invitation: Invitation, store: dist.Store, coming: Coming) -> None:
         self.members.alive = invitation.members
         rebuild_default_group(
-            store=store,
-            generation=invitation.generation,
-            members=invitation.members,
-            rank=self.global_rank,
-            backend=self.choose_backend(),
-            timeout=self.timeout,
-            living=lambda: coming.living(invitation.members),
-        )
+            store=store, generation=invitation.generation, members=invitation.members, rank=self.global_rank,
+            backend=self.choose_backend(), timeout=self.timeout, living=lambda: coming.living(invitation.members),
+        )  # fmt: skip
 
     def share_start(self, model: nn.Module) -> None:
         """Gives all ranks rank 0's parameters and buffers, as DDP does; a joining rank has those of its checkpoint."""

@@ -27,6 +27,7 @@ from lightning_hetero.transport.groups import (
 )
 from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.transport.store import reach_store
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -185,7 +186,7 @@ class Meetings:
         self._members.alive = alive
         try:
             address = self.place.address
-            store = dist.TCPStore(address.host, address.port, is_master=False)
+            store = reach_store(address.host, address.port)
             self.rebuild(store, generation, meeting_s=meeting_s or self._silence_s, living=living or self.place.alive)
         except RuntimeError as error:
             self._break()
@@ -206,15 +207,10 @@ class Meetings:
         members = self._members
         self._channel.leave()
         rebuild_default_group(
-            store=store,
-            generation=generation,
-            members=members.alive,
-            rank=members.rank,
-            backend=self._backend,
-            timeout=self._short if self._backend == dist.Backend.GLOO else self._timeout,
-            meeting_s=meeting_s,
+            store=store, generation=generation, members=members.alive, rank=members.rank, backend=self._backend,
+            timeout=self._short if self._backend == dist.Backend.GLOO else self._timeout, meeting_s=meeting_s,
             living=living,
-        )
+        )  # fmt: skip
         self._channel.rebind(gloo_group(self._short))
         self._wait_at_most(self._timeout)
         for loader in compat.val_loaders(self.trainer):

@@ -27,7 +27,7 @@ from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.rounds import Rounds
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.transport.base import LeftBehindError
+from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 from lightning_hetero.types import StepReport
 
 
@@ -250,8 +250,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
             self.clients.finish()
 
     def ends_others(self, error: BaseException) -> bool:
-        """They go on if it was left behind, or is not yet one of them."""
-        return not (isinstance(error, LeftBehindError) or self.members.joining)
+        """They go on if it was left behind, or is not yet one of them; what all were told at a meeting they know."""
+        return not (isinstance(error, LeftBehindError | RemoteFailureError) or self.members.joining)
 
     def close(self) -> None:
         if self.clients is not None:

@@ -34,7 +34,7 @@ from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.transport.groups import group_members
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.store import host_store, reach_store
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             liveness_s=settings.server.liveness_s, before_epoch=lambda: self.admission.admit(),
             leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
         )  # fmt: skip
-        self.admission = Admission(
-            trainer, self.meetings, members, requests, store=self.store, generation=generation
-        )
+        self.admission = Admission(trainer, self.meetings, members, requests, store=self.store, generation=generation)
         self.admission.expect()
         self.meetings.changed.append(self._regrouped)
         self.binder = AssignedBinder(trainer, channel, members, settings)
@@ -346,7 +344,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         if members.is_lowest:
             hosted = host_store(settings.host, settings.patience)
         host, port = self.channel.all_gather_object(None if hosted is None else (settings.host, hosted.port))[0]
-        store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
+        store = reach_store(host, port) if hosted is None else hosted  # lives with the group
         self.meetings.rebuild(store, 0)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:

@@ -247,9 +247,9 @@ def test_whether_a_joining_rank_comes_or_has_gone_is_said_once(environment: Any)
     member, joining_rank = Coming(store, 8), Coming(store, 8)
     assert joining_rank.comes(2)
     member.goes(2)
-    assert joining_rank.comes(2) and member.gone([1, 2]) == set()
+    assert joining_rank.comes(2) and member.living([1, 2]) == {1, 2}
     member.goes(1)
-    assert not joining_rank.comes(1) and joining_rank.gone([1, 2]) == {1}
+    assert not joining_rank.comes(1) and joining_rank.living([1, 2]) == {2}
     assert Coming(store, 9).comes(1), "another group"
 
 
@@ -308,7 +308,7 @@ def test_a_joining_rank_is_heard_of_until_it_trains_or_dies(
     invited(requests, place, 8)
     comes.join(20.0)
     assert comes.got.generation == 8
-    assert Coming(place.store, 8).gone([2]) == set()
+    assert Coming(place.store, 8).living([2]) == {2}
 
     deadline_s, beat = time.monotonic() + 20.0, requests._beat_of(2)
     while requests._beat_of(2) == beat:

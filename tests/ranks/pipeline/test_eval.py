@@ -279,11 +279,11 @@ class Unhurried(Deep):
 
 
 def unhurried(rank: int, world: int) -> float:
-    look_s, failures.LOOK_S = failures.LOOK_S, 0.1
+    check_s, failures.LOOK_S = failures.LOOK_S, 0.1
     try:
         trainer = fit(rank, world, Unhurried(), pipeline("1x2"), max_epochs=1, limit_val_batches=2, validate=True)[1]
     finally:
-        failures.LOOK_S = look_s
+        failures.LOOK_S = check_s
     return float(trainer.callback_metrics["val"])
 
 

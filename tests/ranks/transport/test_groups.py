@@ -228,9 +228,10 @@ def meetings_at(place: Place, monkeypatch: pytest.MonkeyPatch, *fails: bool) -> 
             raise MemberMissingError(generation, [it._members.alive[1]], 1.0)
 
     monkeypatch.setattr(it, "rebuild", rebuild)
-    monkeypatch.setattr(meetings, "dist", SimpleNamespace(TCPStore=lambda *_, **__: None, get_backend=lambda: "gloo",
+    monkeypatch.setattr(meetings, "dist", SimpleNamespace(get_backend=lambda: "gloo",
                         group=SimpleNamespace(WORLD=None), Backend=dist.Backend))  # fmt: skip
     monkeypatch.setattr(meetings, "limit_waits", lambda *_: None)
+    monkeypatch.setattr(meetings, "reach_store", lambda *_: None)
     return it, made
 
 

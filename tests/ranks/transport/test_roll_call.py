@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +23,11 @@ from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, RollCall
 from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress
 from lightning_hetero.transport.store import host_store
+from tests import warm
 
 pytestmark = pytest.mark.ranks
 
 LIVENESS_S = 1.0
-RANK = {"rank": 0} if "rank" in StoreAddress.__dataclass_fields__ else {}
 
 
 class Crew:
@@ -30,7 +35,7 @@ class Crew:
 
     def __init__(self, ranks: int = 3, *, patience_s: float = 60.0, least: int = 1) -> None:
         self.raw: TCPStore | None = host_store("127.0.0.1", timedelta(seconds=20))
-        self.address = StoreAddress("127.0.0.1", self.raw.port, **RANK, secret="00" * 32)
+        self.address = StoreAddress("127.0.0.1", self.raw.port, rank=0, secret="00" * 32)
         self.patience_s, everybody = patience_s, dict.fromkeys(range(ranks), 0)
         self.store = RunStore.join(self.address, timedelta(seconds=20), self.raw)
         self.boards = {0: FailureBoard(self.store, 0)}
@@ -210,3 +215,64 @@ def test_who_wakes_when_the_others_have_finished_is_told_so(crew: Crew) -> None:
     gc.collect()
     with pytest.raises(LeftBehindError, match="have finished training without rank 2, of which they had not heard"):
         crew.guests[2].meet("x")
+
+
+SUSPENDED = """
+import json, multiprocessing as mp, os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall
+from lightning_hetero.transport.run_store import RunStore, StoreAddress
+from lightning_hetero.transport.store import host_store
+
+LIVENESS_S, ROUNDS = 1.0, 12
+os.setsid()
+
+def main(rank, pipe):
+    waits = {"liveness_s": LIVENESS_S, "patience_s": 2.0, "check": lambda: None}
+    if rank == 0:
+        hosted = host_store("127.0.0.1", timedelta(seconds=20))
+        address = StoreAddress("127.0.0.1", hosted.port, 0, "00" * 32)
+        for _ in range(2): pipe[1].send(address)
+        roll = HostRollCall(RunStore.join(address, timedelta(seconds=20), hosted), 0, range(3), least=1, **waits)
+    else:
+        store = RunStore.join(pipe[0].recv(), timedelta(seconds=20))
+        roll = GuestRollCall(store, rank, dict.fromkeys(range(3), 0), **waits)
+    said = []
+    for i in range(ROUNDS):
+        met = roll.meet(f"round {i}")
+        said.append([*met.alive, met.sound])
+        Path(f"at {i} {rank}").touch()
+        time.sleep(0.1)
+    Path(f"rank{rank}.json").write_text(json.dumps(said))
+    roll.close(well=True)
+    time.sleep(0.5 if rank == 0 else 0.0)
+
+pipe = mp.Pipe()
+ranks = [mp.get_context("fork").Process(target=main, args=(rank, pipe)) for rank in range(3)]
+for rank in ranks: rank.start()
+while not Path("at 3 1").exists(): time.sleep(0.01)
+for rank in ranks: os.kill(rank.pid, signal.SIGSTOP)
+time.sleep(4 * LIVENESS_S)  # longer than both limits
+for rank in (1, 0, 2):  # a guest first: the host does not answer it yet
+    os.kill(ranks[rank].pid, signal.SIGCONT)
+    time.sleep(0.3)
+for rank in ranks: rank.join()
+"""
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SUSPENDED)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3]), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "said").open("w") as said:
+        script = warm.start(["script.py"], tmp_path, environ, said.fileno(), said.fileno())
+    try:
+        assert script.wait(60) == 0, (tmp_path / "said").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # usually nobody is left
+            os.killpg(script.pid, signal.SIGKILL)
+        script.kill()
+        script.wait()
+    for rank in range(3):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found == [[0, 1, 2, True]] * 12, (tmp_path / "said").read_text()
