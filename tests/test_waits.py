@@ -57,6 +57,7 @@ BOUNDED: dict[str, set[str]] = {
         "pipeline/runtime/execute/stage_link.py::StageLink._next",
         "pipeline/runtime/ownership/gradients.py::Bucket.collect",
         "pipeline/runtime/ownership/gradients.py::GradientSync._total",
+        "transport/roll_call.py::GuestRollCall._too_late",
         "transport/run_store.py::RunStore.ask",
         "transport/store.py::_within",
     },
@@ -86,6 +87,12 @@ BOUNDED: dict[str, set[str]] = {
         "transport/sockets.py::receive_into",
         "transport/sockets.py::receive_welcome",
         "transport/sockets.py::wait_in_turns",
+    },
+    "a rank that wants to join waits as long as there is a run; the members, as long as it is heard of": {
+        "base/elastic/admission.py::Admission._come_together",
+        "base/elastic/join.py::JoiningRank._ask",
+        "base/elastic/join.py::JoiningRank.come",
+        "base/elastic/join.py::JoiningRank.wait",
     },
     "memory is copied": {"transport/seqlock.py::copy_bytes"},
     "another function of that name, which stands here if it waits": {

@@ -68,6 +68,15 @@ def make_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: 
         world.bound_device_id = bound
 
 
+def close_connections(group: Any) -> None:
+    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
+    for rank in range(dist.get_world_size(group)):
+        if rank != dist.get_rank(group):
+            with suppress(RuntimeError):  # always; and some are closed already
+                end = torch.empty(1, dtype=torch.uint8)
+                group.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+
+
 def limit_waits(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
     """Sets how long collectives of these groups wait for a member that does not answer, where they are on gloo.
 
@@ -76,15 +85,6 @@ def limit_waits(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
     for group in groups:
         if group is not None and dist.get_backend(group) == dist.Backend.GLOO:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def close_connections(group: Any) -> None:
-    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
-    for rank in range(dist.get_world_size(group)):
-        if rank != dist.get_rank(group):
-            with suppress(RuntimeError):  # always; and some are closed already
-                end = torch.empty(1, dtype=torch.uint8)
-                group.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
 
 
 def leave_default_group() -> None:

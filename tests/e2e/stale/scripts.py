@@ -47,8 +47,8 @@ from lightning_hetero.base.elastic import meetings
 gc.enable()
 FOLDER = Path(__file__).parent
 ASKED = {"start": "popen", "ranks": 3, "fault": None, "at": [1, 2], "step_s": 0.0, "liveness_s": 5.0, "save": False,
-         "resume": None, "epochs": 3, "train": 96, "transport": "auto",
-         "falls": None, "op": "all_reduce", **json.loads(sys.argv[1])}
+         "resume": None, "epochs": 3, "train": 96, "transport": "auto", "falls": None, "op": "all_reduce",
+         **json.loads(sys.argv[1])}
 
 
 def data(samples, seed):
