@@ -1,4 +1,4 @@
-"""What a user, a command line or YAML gives, checked and made plain (layer P)."""
+"""What a user, a command line or YAML gives, checked and made plain; and what JSON is given (layer P)."""
 
 from __future__ import annotations
 
@@ -59,3 +59,8 @@ def mapping(name: str, value: Any, known: Collection[str], *, needed: Collection
     if missing := [key for key in needed if key not in given]:
         raise ValueError(f"{name} lacks {missing}")
     return given
+
+
+def finite_or_none(value: float) -> float | None:
+    """Returns the number, None for those that JSON does not know: no limit, or not known."""
+    return value if math.isfinite(value) else None

@@ -82,6 +82,7 @@ SLEEPS = {
     "faults::": "the others' imports take their time, and rank 0 is dead before they end",
     "faults::Model.training_step": "a device's work: faults fall into its middle",
     "faults::Slow.__reduce__": "a checkpoint's writing takes its time: faults fall into its middle",
+    "ranks/base::test_a_job_that_was_suspended_as_a_whole_goes_on.suspend": "the job is suspended for that long",
     "ranks/lightning_compat::PARENT_DIES": "outlives the time after which it would be ended",
     "ranks/lightning_compat::play": "ranks die in turns, the next within the time that the first one leaves",
     "ranks/measure::MeetingPeer.loss": "a device's work: the one place where real time is measured",

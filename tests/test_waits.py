@@ -47,21 +47,26 @@ BOUNDED: dict[str, set[str]] = {
         "transport/objects.py::receive",
         "transport/objects.py::send",
     },
-    "it was waited for before, by the failure board or a look at the process": {
+    "waited for by the failure board, or before": {
         "lightning_compat/process_launchers.py::ProcessLauncher._end_all",
         "lightning_compat/process_launchers.py::ProcessLauncher._join",
         "lightning_compat/process_launchers.py::ProcessLauncher.launch",
         "lightning_compat/process_launchers.py::_tolerated",
         "pipeline/fit/logs.py::StepLogs._start_sum.wait",
+        "pipeline/fit/place.py::RankInPlan.look",
         "pipeline/fit/run.py::PipelineRun.finish",
         "pipeline/runtime/execute/stage_link.py::StageLink._next",
+        "pipeline/runtime/ownership/changes.py::divide_anew",
         "pipeline/runtime/ownership/gradients.py::Bucket.collect",
         "pipeline/runtime/ownership/gradients.py::GradientSync._total",
+        "transport/failures.py::FailureBoard._poll",
+        "transport/failures.py::FailureBoard.wait",
+        "transport/failures.py::FailureBoard.wait_for_peer",
         "transport/roll_call.py::GuestRollCall._too_late",
         "transport/run_store.py::RunStore.ask",
         "transport/store.py::_within",
     },
-    "a daemon thread's own loop: the training thread waits with a deadline, and closes what this one waits for": {
+    "another thread looks at the clock and at the failure board, and closes what this one waits for": {
         "lightning_compat/process_launchers.py::ProcessLauncher._answer",
         "pipeline/runtime/execute/device_link.py::DeviceLink._announce",
         "pipeline/runtime/execute/device_link.py::DeviceLink._clear",
@@ -70,7 +75,14 @@ BOUNDED: dict[str, set[str]] = {
         "pipeline/runtime/execute/direct_ways.py::DirectWay._carried",
         "pipeline/runtime/execute/stage_link.py::StageLink._let_out",
         "pipeline/runtime/execute/stage_link.py::StageLink._send_on",
-        "transport/awake.py::_ProcessClock._look",
+        "pipeline/runtime/execute/watch.py::NeighbourWatch.wait",
+    },
+    "a daemon thread's own, without an end": {"transport/awake.py::_ProcessClock._look"},
+    "the run's store, which answers in time or raises; a rank that is silent is not waited for": {
+        "base/elastic/admission.py::Admission._come_together",
+        "base/elastic/join.py::JoiningRank._ask",
+        "base/elastic/join.py::JoiningRank.come",
+        "base/elastic/join.py::JoiningRank.wait",
     },
     "the server's process is watched by a thread of its own, which ends it": {
         "stale/runtime/serve/thread_shards.py::ThreadShards.close",
@@ -105,11 +117,9 @@ OTHER_CLOCKS = {
     "measure/link_probe.py::LinkProbe.measure": "how long it measures",
     "measure/probe.py::measure_speed": "its own work",
     "measure/timer.py::Timer.warm_up": "its own work",
+    "transport/failures.py::FailureBoard._poll": "how often it looks",
     "transport/listener.py::Listener.events": "accuses nobody: it says how long to wait for news of anybody",
 }
-
-# Files that are being changed elsewhere.
-LATER = re.compile(r"transport/failures\.py|runtime/execute/watch\.py")
 
 ALWAYS = {"recv_into", "recv_fds", "recvmsg", "recvfrom", "sendall", "recv_bytes"}
 NO_ARGUMENT = {"join", "wait", "get", "acquire", "result", "select", "communicate", "recv", "accept"}
@@ -202,14 +212,14 @@ def waiting(folder: Path) -> set[str]:
 
 def test_no_wait_is_without_a_bound() -> None:
     found, known = waiting(PACKAGE), set[str]().union(*BOUNDED.values())
-    unknown = sorted(where for where in found - known if not LATER.search(where))
+    unknown = sorted(found - known)
     assert unknown == [], "give it a deadline by `awake_s`, or write down what bounds it"
     assert sorted(known - found) == [], "does not wait any more"
 
 
 def test_others_are_waited_for_by_one_clock() -> None:
     found = {f"{place}::{where}" for place, seen in looked_at(PACKAGE) for where in seen.clocks}
-    unknown = sorted(where for where in found - OTHER_CLOCKS.keys() if not LATER.search(where))
+    unknown = sorted(found - OTHER_CLOCKS.keys())
     assert unknown == [], "reckon it by `awake_s`: time in which this process was stopped does not count"
     assert sorted(OTHER_CLOCKS.keys() - found) == []
 

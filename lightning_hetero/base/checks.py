@@ -156,14 +156,17 @@ def naming_damage(path: Any) -> Iterator[None]:
         RuntimeError: the file cannot be read.
     """
     size = os.path.getsize(path) if os.path.isfile(path) else None  # a folder, or a file elsewhere
+    as_written = False  # then an error that torch does not raise for a file is not the file's
     try:
         if size is not None and torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:
                 if (part := file.testzip()) is not None:
                     raise zipfile.BadZipFile(f"the bytes of {part} are not those that were written")
+            as_written = True
         yield
-    except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        if size is None or isinstance(error, FileNotFoundError | PermissionError):
+    except Exception as error:
+        of_files = isinstance(error, OSError | EOFError | KeyError | RuntimeError | pickle.UnpicklingError)
+        if size is None or isinstance(error, FileNotFoundError | PermissionError) or (as_written and not of_files):
             raise
         raise RuntimeError(
             f"the checkpoint {path} ({size} bytes) cannot be read: {type(error).__name__}: {error}. If it is damaged,"

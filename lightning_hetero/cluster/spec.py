@@ -22,7 +22,7 @@ from functools import cache
 from itertools import permutations, product
 from typing import Any
 
-from lightning_hetero.checked import is_list, mapping, real, whole
+from lightning_hetero.checked import finite_or_none, is_list, mapping, real, whole
 from lightning_hetero.cluster.units import as_bytes, as_rate, as_seconds
 from lightning_hetero.types import Cluster, Device, Link
 
@@ -254,16 +254,12 @@ def cluster_to_plain(cluster: Cluster) -> dict[str, Any]:
     Infinite memory and bandwidth become ``None``; every device and every link is written out.
     """
     return {
-        "devices": [{"name": d.name, "speed": d.speed, "mem": _finite(d.mem_bytes)} for d in cluster.devices],
+        "devices": [{"name": d.name, "speed": d.speed, "mem": finite_or_none(d.mem_bytes)} for d in cluster.devices],
         "matrix": {
-            "bandwidth": [[_finite(link.bandwidth_bytes_per_s) for link in row] for row in cluster.links],
+            "bandwidth": [[finite_or_none(link.bandwidth_bytes_per_s) for link in row] for row in cluster.links],
             "latency": [[link.latency_s for link in row] for row in cluster.links],
         },
     }
-
-
-def _finite(value: float) -> float | None:
-    return None if value == math.inf else value
 
 
 def equal_cluster(size: int, *, link: Link = _FREE, mem_bytes: float = math.inf) -> Cluster:

@@ -26,7 +26,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -188,17 +187,10 @@ def _wait_for_an_end(procs: list[subprocess.Popen], told: Connection | None = No
     numbers = [number for proc in procs if (number := open_pidfd(proc.pid)) is not None]
     try:
         # Now and then in any case, to notice that `procs` was emptied.
-        _sleep_until([*numbers, *([] if told is None else [told])], 10 * _POLL_S if numbers else _POLL_S)
+        wait([*numbers, *([] if told is None else [told])], 10 * _POLL_S if numbers else _POLL_S)
     finally:
         for number in numbers:
             os.close(number)
-
-
-def _sleep_until(readable: list[Any], most_s: float) -> None:
-    if readable:
-        wait(readable, most_s)
-    else:
-        time.sleep(most_s)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from lightning_hetero.checked import finite_or_none
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
@@ -89,13 +90,13 @@ class Estimate:
         return {
             "engine": self.engine,
             "ok": self.ok,
-            "step_s": _finite(self.step_s),
+            "step_s": finite_or_none(self.step_s),
             "bound_s": self.bound_s,
             "samples_per_s": self.samples_per_s,
-            "idle": _finite(self.idle),
+            "idle": finite_or_none(self.idle),
             "exchange_s": self.exchange_s,
-            "money_per_hour": _finite(self.money_per_hour(setup)) if self.ok else None,
-            "money_per_million_samples": _finite(self.money_per_million(setup)),
+            "money_per_hour": finite_or_none(self.money_per_hour(setup)) if self.ok else None,
+            "money_per_million_samples": finite_or_none(self.money_per_million(setup)),
             "devices": [
                 {
                     "rank": rank,
@@ -103,7 +104,7 @@ class Estimate:
                     "samples": self.shares[rank],
                     "work_s": self.work_s[rank],
                     "memory_bytes": self.memory_bytes[rank] or None,
-                    "memory_limit_bytes": _finite(device.mem_bytes),
+                    "memory_limit_bytes": finite_or_none(device.mem_bytes),
                 }
                 for rank, device in enumerate(setup.cluster.devices)
                 if self.ok
@@ -131,7 +132,3 @@ def hydra_text(value: Any) -> str:
 def impossible(engine: EngineName, *reasons: str) -> Estimate:
     """Returns the estimate of an engine that cannot train so, and why."""
     return Estimate(engine=engine, step_s=math.inf, reasons=reasons)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

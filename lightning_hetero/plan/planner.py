@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.plan.estimate import EngineName, Estimate
 from lightning_hetero.plan.parallel import balanced, ddp
@@ -52,13 +53,12 @@ class Plan:
 
     def as_plain(self) -> dict[str, Any]:
         """Returns strict JSON values."""
-        gain = self.gain
         return {
             "global_batch": self.setup.global_batch,
             "cluster": cluster_to_plain(self.setup.cluster),
             "verdict": self.verdict,
             "engine": None if self.chosen is None else self.chosen.engine,
-            "gain": gain if math.isfinite(gain) else None,
+            "gain": finite_or_none(self.gain),
             "estimates": [estimate.as_plain(self.setup) for estimate in self.estimates],
         }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from lightning_hetero.checked import real, whole
 from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
@@ -32,7 +33,7 @@ class Setup:
         prices: money per hour, by rank; empty: costs are not asked for.
 
     Raises:
-        TypeError: ``global_batch`` is not a whole number, or a cost is no line.
+        TypeError: a cost is no line.
         ValueError: a value out of its range, or lists that are not one entry per device.
     """
 
@@ -47,10 +48,7 @@ class Setup:
     prices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.global_batch) is not int:
-            raise TypeError(f"global_batch={self.global_batch!r} must be a whole number >= 1 (samples per update)")
-        if self.global_batch < 1:
-            raise ValueError(f"global_batch={self.global_batch} must be >= 1 (samples per update)")
+        whole("global_batch", self.global_batch, least=1)
         if self.model is None and not self.costs:
             raise ValueError(
                 "neither model nor costs are given: profile a module, give a size formula, or read a run"
@@ -61,10 +59,10 @@ class Setup:
             given = len(getattr(self, name))
             if given not in (0, self.ranks):
                 raise ValueError(f"{name} has {given} entries; give one per device: there are {self.ranks}")
-        if bad := [price for price in self.prices if not 0.0 <= price < math.inf]:
-            raise ValueError(f"prices={bad} must be finite numbers >= 0 (money per hour)")
-        if self.exchange_s is not None and not 0.0 <= self.exchange_s < math.inf:
-            raise ValueError(f"exchange_s={self.exchange_s!r} must be a finite number >= 0 (seconds), or None")
+        for rank, price in enumerate(self.prices):
+            real(f"prices[{rank}]", price)
+        if self.exchange_s is not None:
+            real("exchange_s", self.exchange_s)
         if self.slowness:
             if len(self.slowness) != self.ranks or len(set(map(len, self.slowness))) != 1 or not all(self.slowness):
                 raise ValueError("slowness must have a series for every device, all of the same length")

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
+from lightning_hetero.checked import real
 from lightning_hetero.types import LearnedCost
 
 Memory: TypeAlias = Mapping[str, float | int | list[float]]
@@ -144,14 +145,7 @@ class Predictor(ABC):
     @staticmethod
     def checked(samples: float, compute_s: float) -> tuple[float, float]:
         """Returns the arguments of `update` as plain floats, or raises ValueError if they make no sense."""
-        plain_samples, plain_s = float(samples), float(compute_s)  # NumPy scalars are slow and not plain
-        if not 0.0 < plain_samples < math.inf:
-            raise ValueError(f"samples={samples!r} must be a finite number > 0; drop steps without samples")
-        if not 0.0 < plain_s < math.inf:
-            raise ValueError(
-                f"compute_s={compute_s!r} must be a finite number of seconds > 0; drop steps without a time"
-            )
-        return plain_samples, plain_s
+        return real("samples", samples, above=True), real("compute_s", compute_s, above=True)
 
     def check_ready(self) -> None:
         """Raises RuntimeError before the first measurement."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_hetero.checked import is_list, mapping
+from lightning_hetero.checked import finite_or_none, is_list, mapping
 from lightning_hetero.solvers.placement import micro_batches_of
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
@@ -46,10 +46,10 @@ def plan_to_plain(plan: PipelinePlan) -> dict[str, Any]:
     """Returns JSON values which `plan_from_plain` reads back; times that are not finite become None."""
 
     def plain(value: tuple[int, ...] | float) -> list[int] | float | None:
-        return list(value) if isinstance(value, tuple) else _finite(value)
+        return list(value) if isinstance(value, tuple) else finite_or_none(value)
 
     groups = [{name: plain(getattr(group, name)) for name in _GROUP} for group in plan.groups]
-    return {"groups": groups, **{name: _finite(getattr(plan, name)) for name in _PLAN[1:]}}
+    return {"groups": groups, **{name: finite_or_none(getattr(plan, name)) for name in _PLAN[1:]}}
 
 
 def plan_from_plain(plain: Mapping[str, Any] | PipelinePlan) -> PipelinePlan:
@@ -111,7 +111,3 @@ def _group(at: str, plain: Any) -> GroupPlan:
         depths=tuple(int(n) for n in depths),
         total_s=math.nan if total_s is None else float(total_s),
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

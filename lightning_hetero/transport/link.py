@@ -56,9 +56,7 @@ _LOOK_S = 1.0  # for what is there to be read
 _LATER_S = 5.0  # after the patience, for a server that can itself say that it hangs
 
 
-def connect(
-    address: str, rank: int, timeout_s: float = 60.0, patience_s: float = 1800.0
-) -> LocalLink | RemoteLink:
+def connect(address: str, rank: int, timeout_s: float = 60.0, patience_s: float = 1800.0) -> LocalLink | RemoteLink:
     """Returns a worker's end.
 
     Args:
@@ -130,9 +128,7 @@ class _SocketLink(WorkerLink):
         patience_s: see `connect`.
     """
 
-    def __init__(
-        self, connection: socket.socket, rank: int, slot: Slot, server_pid: int, patience_s: float
-    ) -> None:
+    def __init__(self, connection: socket.socket, rank: int, slot: Slot, server_pid: int, patience_s: float) -> None:
         self.rank = rank
         self._connection, self._slot, self._server_pid = connection, slot, server_pid
         self.gradient = slot.data

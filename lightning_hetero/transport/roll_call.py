@@ -155,6 +155,7 @@ class HostRollCall(RollCall):
         limits = Limits(silence_s=liveness_s, meeting_s=patience_s)
         self._members, self._least = Membership((), limits, without=_WITHOUT), least
         self._pulses: dict[str, str] = {}
+        self._told_last = ""
         self._known: set[str] = set()  # all that there were
         self.expect(self._ranks)
 
@@ -176,6 +177,8 @@ class HostRollCall(RollCall):
                     members.come(rank, Come(*json.loads(said)), awake_s())
             if awake_s() < pulse_s:
                 return
+            if self._told_last:  # said again: strangers may write over it
+                store.set(f"met/{come.number - 1}", self._told_last)
             for rank in members.live - {self.rank}:
                 key = f"pulse/{self._name(rank)}"
                 if (pulse := store.get(key)) is not None and pulse != self._pulses.get(key):
@@ -216,6 +219,7 @@ class HostRollCall(RollCall):
                 store.delete(key)
 
         self._ask(tell)
+        self._told_last = json.dumps(told)
         return told
 
     def close(self, *, well: bool = False) -> None:
@@ -257,9 +261,10 @@ class GuestRollCall(RollCall):
                 raise LeftBehindError(
                     f"the others have gone on without rank {self.rank} ({why}): start it again, and it comes back in"
                 )
-            return store.get(f"met/{come.number}")
+            if (found := store.get(f"met/{come.number}")) is None:  # said again: strangers may write over it
+                store.set(f"come/{come.number}/{self.rank}", json.dumps(come))
+            return found
 
-        self._ask(lambda store: store.set(f"come/{come.number}/{self.rank}", json.dumps(come)))
         end_s, pause_s = awake_s() + self._patience_s, _FIRST_PAUSE_S
         while (found := self._ask(look)) is None:
             if awake_s() > end_s:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,23 +31,16 @@ def remove_left(folder: str | os.PathLike[str], before: str, behind: str = "") -
         folder: where they are.
         before, behind: their names, around `name_of_process` and what may come behind that.
     """
+    left = re.compile(rf"{re.escape(f'{before}{_HOST}')}-(\d+)(-.*)?{re.escape(behind)}")
     for name in os.listdir(folder):
-        if not (name.startswith(f"{before}{_HOST}-") and name.endswith(behind)):
-            continue
-        pid = name[len(before) + len(_HOST) + 1 :].removesuffix(behind).split("-")[0]
-        if pid.isdecimal() and not _lives(int(pid)):
-            with suppress(OSError):
-                os.unlink(os.path.join(folder, name))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+        if found := left.fullmatch(name):
+            try:
+                os.kill(int(found[1]), 0)
+            except ProcessLookupError:
+                with suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+            except OSError:  # it lives, and is somebody else's
+                pass
 
 
 @contextmanager

@@ -43,8 +43,7 @@ STOPS: dict[str, dict[str, str]] = {
     "balanced": {
         "data/batches.py:GlobalBatchSampler.__iter__": "which samples are the global batch, whatever the shares",
         "balanced/fit/loaders.py:BalancedBinder.split": "the shares of this batch are asked for",
-        "balanced/decide/controller.py:ShareController.full_shares": "a last record that surprises decides now",
-        "shares/policy.py:BalancePolicy.shares": "else the shares last decided stay",
+        "balanced/decide/controller.py:ShareController.full_shares": "as last decided; a surprise decides now",
         "balanced/strategy.py:LoadBalancedStrategy.batch_to_device": "the batch arrives on the rank's device",
         "balanced/fit/loaders.py:BalancedBinder.open": "which part of which global batch it is",
         "balanced/runtime/loss_weight.py:LossWeight.open": "its weight W n / N",

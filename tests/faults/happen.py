@@ -121,6 +121,8 @@ def fill(folder: Path) -> None:
 class Spy(nn.Module):
     """Stands for a layer, and notes when it is called; the parameters are the layer's."""
 
+    layer: Any
+
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.linear = layer.linear
@@ -132,7 +134,7 @@ class Spy(nn.Module):
 
 
 def _grow(module: Any) -> None:
-    module.late = nn.Linear(2, 2)
+    module.late = nn.Linear(2, 2).to(module.net[0].weight.dtype)
 
 
 def _wrap(module: Any) -> None:

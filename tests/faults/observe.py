@@ -142,10 +142,14 @@ def _still_there(begun_s: dict[int, float], grace_s: float) -> list[str]:
     return [str(process.pid) for process in alive]
 
 
-_OF_PYTHON = ("pymp-", "pytorch-errorfile-", "torchelastic_")  # which others than we leave behind when they are killed
+# Which others than we leave behind: when they are killed, and Lightning's launcher of processes always.
+_OF_OTHERS = ("pymp-", "pytorch-errorfile-", "torchelastic_")
+_OF_SPAWN = ("tmp",)
 
 
-def files_left(folder: Path, temporary: Path, memory: Path | None, held: Sequence[str]) -> list[str]:
+def files_left(
+    cell: Cell, folder: Path, temporary: Path, memory: Path | None, held: Sequence[str]
+) -> list[str]:
     """Returns parts of checkpoints, temporary files, and what is left of a job that was killed as a whole.
 
     Args:
@@ -155,7 +159,8 @@ def files_left(folder: Path, temporary: Path, memory: Path | None, held: Sequenc
         held: names of files in memory and of sockets that it had.
     """
     found = [f"part of a file is left: {path.name}" for path in folder.rglob("*.part*")]
-    names = [path.name for path in temporary.iterdir() if not path.name.startswith(_OF_PYTHON)]
+    theirs = (*_OF_OTHERS, *(_OF_SPAWN if cell.launcher in ("spawn", "fork") else ()))
+    names = [path.name for path in temporary.iterdir() if not path.name.startswith(theirs)]
     found += [f"temporary file is left: {name}" for name in sorted(names)]
     if memory is not None:
         found += [f"shared memory is left: {path.name}" for path in memory.iterdir() if path.name != "filler"]
@@ -179,7 +184,7 @@ def broken_checkpoints(folder: Path, cell: Cell) -> list[str]:
     return found or (["the checkpoint before is gone"] if disturbed and not saved else [])
 
 
-def unreadable(trace: Path) -> list[str]:
+def unreadable(trace: Path, cell: Cell) -> list[str]:
     """Returns why what was written of a trace on a full disk cannot be read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lines that are skipped are told
@@ -187,7 +192,8 @@ def unreadable(trace: Path) -> list[str]:
             events = read_events(trace)
         except Exception as error:  # whatever it is
             return [f"the trace cannot be read: {type(error).__name__}: {error}"]
-    return [] if any(event.kind == "step" for event in events) else ["the trace has no step"]
+    empty = cell.asked.get("call") == 1  # there was room for nothing
+    return [] if empty or any(event.kind == "step" for event in events) else ["the trace has no step"]
 
 
 def not_told_apart(folder: Path, jobs: int, engine: str) -> list[str]:

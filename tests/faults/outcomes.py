@@ -188,8 +188,9 @@ def _changed(cell: Cell) -> Expected:
     change = r"module|layer|parameter"
     if cell.asked["kind"] == "replace a layer":
         if cell.engine == "balanced":
-            return Expected("ended", cause="parameters that were not used in producing loss", or_refused=True)
-        return Expected("refused" if cell.engine in ("stale", "pipeline") else "survived", cause=change)
+            return Expected("ended", cause="parameters that were not used in producing the loss", or_refused=True)
+        if cell.engine == "stale":
+            return Expected("refused", cause=change)
     return Expected("survived", cause=change, or_refused=True)
 
 

@@ -63,13 +63,14 @@ def _run(cell: Cell, folder: Path, wanted: Expected) -> Outcome:
         for other in others:
             other.to_the_end()
         outcome = _seen(cell, wanted, folder, watch, began_s)
+        memory = disks.at("/dev/shm") if mounts else None
         outcome.violations += [
             *(found for other in others for found in _seen(cell, wanted, other.folder, other, began_s).violations),
             *(observe.not_requeued(folder) if asked.get("kind") == "SIGUSR1 to all" else []),
             *(observe.not_told_apart(folder, cell.fault.jobs, cell.engine) if cell.fault.jobs > 1 else []),
-            *(observe.unreadable(disks.at(folder / asked["trace"])) if asked.get("trace") else []),
+            *(observe.unreadable(disks.at(folder / asked["trace"]), cell) if asked.get("trace") else []),
             *observe.outlived(folder, port),
-            *observe.files_left(disks.at(folder), temporary, disks.at("/dev/shm") if mounts else None, watch.held),
+            *observe.files_left(cell, disks.at(folder), temporary, memory, watch.held),
             *observe.broken_checkpoints(folder, cell),
         ]
     return outcome
@@ -177,6 +178,7 @@ class _Watch:
             if not happened and (said := observe.lines(self.folder / "happened.jsonl")):
                 happened = True
                 self._act(now_s, said[0]["pid"])
+                now_s = changed_s = time.monotonic()  # the ranks may have waited for it
             while self._plan and self._plan[0][0] <= now_s:
                 self._plan.pop(0)[1]()
             if self._only_the_stopped():

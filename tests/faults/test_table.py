@@ -10,7 +10,7 @@ import pytest
 from tests.faults import observe
 from tests.faults.cells import QUICK, cells, hook_cells, places
 from tests.faults.judge import Outcome, judge
-from tests.faults.outcomes import expected
+from tests.faults.outcomes import blamed, expected
 from tests.faults.soak import cell_of
 from tests.faults.table import ENGINES, FAULTS, LAUNCHERS
 
@@ -93,3 +93,26 @@ def test_one_that_ends_too_late_is_found() -> None:
     assert judge(cell, expected(cell), late, ranks, happened=True) == [
         "ended 400 s after the fault, and should within 60 s"
     ]
+
+
+def test_what_a_killed_job_leaves_is_found(tmp_path: Path) -> None:
+    cell = EVERY["balanced, SLURM: SIGKILL of every process at once"]
+    job, temporary, memory = (tmp_path / name for name in ("job", "temporary", "memory"))
+    for folder in (job, temporary, memory):
+        folder.mkdir()
+    assert observe.files_left(cell, job, temporary, memory, []) == []
+    (job / ".step=5.ckpt.77.part").touch()
+    (temporary / "tmpabc").touch()
+    (temporary / "torchelastic_1").touch()
+    (memory / "slots").touch()
+    assert observe.files_left(cell, job, temporary, memory, [str(memory / "slots")]) == [
+        "part of a file is left: .step=5.ckpt.77.part",
+        "temporary file is left: tmpabc",
+        "shared memory is left: slots",
+        f"still there: {memory / 'slots'}",
+    ]
+
+
+def test_who_is_blamed_without_having_done_it_is_found() -> None:
+    assert blamed("rank 2 is gone without a word (its connection is closed)", (1,)) == ["rank 2"]
+    assert blamed("rank 1 failed: RuntimeError: ...", (1,)) == []

@@ -11,12 +11,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
@@ -29,14 +31,14 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.planning import PlanResult
-from lightning_hetero.pipeline.fit.refusals import CHANGE_BETWEEN, refuse_change, refuse_kept, same_number
+from lightning_hetero.pipeline.fit.refusals import changed_late, refuse_change, refuse_kept
 from lightning_hetero.pipeline.fit.wires import Emulation, RunOnRank, Wires
 from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.ownership.changes import Known, divide_anew
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
-from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError, Migration
+from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_buffers, share_initial, together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore, to_device
@@ -57,15 +59,20 @@ class Holdings:
         whole: collects and divides state dicts.
         sync: sums gradients.
         own: the parameters that this rank holds.
+        known: what the module consists of.
+        in_between: no batch has been trained since the module was looked at, see `RankInPlan.look`.
     """
 
-    def __init__(self, run: RunOnRank, ownership: Ownership, wires: Wires) -> None:
+    in_between = True
+
+    def __init__(self, run: RunOnRank, ownership: Ownership, wires: Wires, former: Sequence[Tensor] = ()) -> None:
         module, failures = run.module, run.failures
         self.ownership = ownership
         self.whole = WholeState(module, ownership, group=run.channel.group)
         wait = partial(failures.wait, polled=device_of(run.settings.device).asynchronous)
         self.sync = GradientSync(module, ownership, groups=wires.owners, least_bytes=_LEAST_BYTES, wait=wait)
         self.own = [p for p in module.parameters() if not p.is_meta]
+        self.known = Known(module, run.backbone, former)
 
 
 class RankInPlan:
@@ -90,12 +97,10 @@ class RankInPlan:
         emulation: what is put around all this where devices or links are emulated.
         busy: this rank's own work.
         evaluation: runs validation, test and prediction steps.
-        in_between: no batch has been trained since the module was looked at, see `look`.
     """
 
     predicted_s: tuple[float, ...]
     elsewhere: set[int]
-    in_between = True
 
     def __init__(self, run: RunOnRank, planned: PlanResult) -> None:
         self.run, self.planned = run, planned
@@ -119,7 +124,7 @@ class RankInPlan:
         self.group: GroupPlan | None = None
         self.runner: StageRunner | None = None
         self.evaluation = EvaluationBatches(run, self.logs)
-        self._hold(ownership)
+        self.held = Holdings(run, ownership, self._wires)
         self.follow(planned)
         if run.trainer.predicting:
             self.evaluation.expect()
@@ -153,52 +158,44 @@ class RankInPlan:
         Raises:
             RuntimeError: on all ranks, with the names, why it cannot be divided anew, and the ways out.
         """
-        run, in_between, self.in_between = self.run, self.in_between, True
-        change, group, wait = self._known.change(run.module), run.channel.group, run.failures.wait
-        strangers = self._known.strangers(run.module, run.optimizers)
-        some = start_sum(torch.tensor([float(bool(change or strangers))]), group)
+        run, held, in_between = self.run, self.held, self.held.in_between
+        change, group, wait = held.known.change(run.module), run.channel.group, run.failures.wait
+        own, held.in_between = {*map(id, run.module.parameters()), *held.known.ids}, True
+        strangers = [parameter for parameter in self._optimized() if id(parameter) not in own]
+        some = start_sum(torch.tensor([float(bool(change.names or strangers))]), group)
         wait(some.work)
         if not some.result().item():
             return False
-        before = run.backbone
-        try:
+        with changed_late(run.channel.rank):
             with together(group, wait=wait):
                 refuse_change(change, strangers, in_between=in_between, copies=bool(self.copies))
-                if change.layers:
-                    run.backbone = same_number(find_backbone(run.module, run.settings.backbone), before)
+                found = find_backbone(run.module, run.settings.backbone) if change.layers else run.backbone
+                if (number := len(found.layers)) != len(run.backbone.layers):
+                    raise ValueError(f"{number} layers, and the plan was made for {len(run.backbone.layers)}")
+                run.backbone = found
             under = partial(run.ownership_under, self.planned.plan)
             ownership = divide_anew(
-                run.module, run.optimizers, self._known, under, self.here,
+                run.module, run.optimizers, held.known, under, self.here,
                 device=run.settings.device, group=group, wait=wait,
             )  # fmt: skip
-        except RuntimeError as error:
-            run.backbone = before
-            error.args = (f"{error}. {CHANGE_BETWEEN}",)
-            raise
-        self.held.sync.close()
+        held.sync.close()
         self._wires.prepare(self.planned.plan, ownership)
-        self._hold(ownership)
+        self.held = Holdings(run, ownership, self._wires, self._optimized())
         self.group = None  # the runner is made anew, too
         self.follow(self.planned)
         return change.trained
 
     def refuse_changed(self) -> None:
-        """Checks at the beginning of an evaluation that the layers are those that were divided.
+        """Checks, when an evaluation begins or layers are to move, that these are the layers that were divided.
 
         Raises:
             RuntimeError: they are not, with the names and the ways out.
         """
-        change = self._known.change(self.run.module)
-        try:
-            refuse_change(change, [], in_between=False, copies=False)
-        except RuntimeError as error:
-            error.args = (f"rank {self.run.channel.rank}: {error}. {CHANGE_BETWEEN}",)
-            raise
+        with changed_late(self.run.channel.rank):
+            refuse_change(self.held.known.change(self.run.module), in_between=False)
 
-    def _hold(self, ownership: Ownership) -> None:
-        run = self.run
-        self.held = Holdings(run, ownership, self._wires)
-        self._known = Known(run.module, run.backbone, run.optimizers)
+    def _optimized(self) -> list[Tensor]:
+        return [p for optimizer in self.run.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
@@ -222,10 +219,8 @@ class RankInPlan:
         if _structure(planned.plan) == _structure(self.planned.plan):
             self.follow(planned)
             return 0
-        try:
-            new = self.run.ownership_under(planned.plan)
-        except ValueError as error:  # weights that the user's code has tied meanwhile
-            raise CancelledError(str(error)) from error
+        self.refuse_changed()
+        new = self.run.ownership_under(planned.plan)
         self._wires.prepare(planned.plan, new)
         migration = Migration(
             self.run.module,
@@ -242,7 +237,7 @@ class RankInPlan:
         )
         self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
-        self._hold(new)
+        self.held = Holdings(self.run, new, self._wires, self._optimized())
         self.follow(planned)
         return migration.size_bytes
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.pipeline.fit.leader_step import acting_step
 from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
-from lightning_hetero.pipeline.runtime.ownership.changes import Change
+from lightning_hetero.pipeline.runtime.ownership.changes import ModuleChange
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 
@@ -82,19 +82,29 @@ def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
-CHANGE_BETWEEN = (
-    "In a pipeline each rank has a part of the module, which is divided before training, and anew if all ranks change"
-    " it in on_fit_start, on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so"
-    " in configure_model, or use strategy='hetero_balanced'"
-)
+@contextmanager
+def changed_late(rank: int) -> Iterator[None]:
+    """Inside, an error is that of a module which has been changed: adds the rank and the ways out."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.args = (
+            f"on rank {rank} the module is another one than when its layers were divided: {error}. In a pipeline each"
+            " rank has a part of it, which is divided before training, and anew if all ranks change it in on_fit_start,"
+            " on_train_start, on_train_epoch_start or on_train_epoch_end. ModuleChange it there, or build it so in"
+            " configure_model, or use strategy='hetero_balanced'",
+        )
+        raise
 
 
-def refuse_change(change: Change, strangers: Sequence[Tensor], *, in_between: bool, copies: bool) -> None:
+def refuse_change(
+    change: ModuleChange, strangers: Sequence[Tensor] = (), *, in_between: bool, copies: bool = False
+) -> None:
     """Checks that a module which has been changed can be divided anew.
 
     Args:
         change: of the module.
-        strangers: parameters of optimizers that the module does not have.
+        strangers: parameters of optimizers that the module has not and never had.
         in_between: no batch has been trained since.
         copies: callbacks average the weights in copies of it.
 
@@ -106,23 +116,9 @@ def refuse_change(change: Change, strangers: Sequence[Tensor], *, in_between: bo
         shapes = [tuple(parameter.shape) for parameter in strangers[:5]]
         raise RuntimeError(f"an optimizer has parameters of shapes {shapes} that are not the module's")
     if change.trained and not in_between:
-        raise RuntimeError(f"the module was changed between two batches, or around a validation: {names}")
+        raise RuntimeError(f"it was changed between two batches, or around a validation: {names}")
     if change.trained and copies:
-        raise RuntimeError(f"the module was changed ({names}), but not the copy in which a callback averages weights")
-
-
-def same_number(found: Backbone, before: Backbone) -> Backbone:
-    """Returns the layers that were found.
-
-    Raises:
-        RuntimeError: they are more or fewer than before.
-    """
-    if len(found.layers) != len(before.layers):
-        raise RuntimeError(
-            f"the backbone has {len(found.layers)} layers now, and the plan was made for {len(before.layers)}:"
-            f" {', '.join(found.names)}"
-        )
-    return found
+        raise RuntimeError(f"{names} were changed, but not in the copy in which a callback averages weights")
 
 
 SECOND_PASS = (
@@ -224,7 +220,7 @@ def layers_alike(
                     raise RuntimeError(
                         f"training_step on rank {torch.distributed.get_rank()} has changed {names[id(part)]}.{name}, of"
                         " a layer that another rank runs: in a pipeline only the first rank of each group runs"
-                        " training_step. Change it in on_train_batch_start, which all ranks run, or use"
+                        " training_step. ModuleChange it in on_train_batch_start, which all ranks run, or use"
                         " strategy='hetero_balanced'"
                     )
                 stock(part, name, value)

@@ -100,7 +100,7 @@ class TrainBatches:
         """
         if self._last is not None and self._last[0] is self.part:
             raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {SECOND_PASS}")
-        self.in_step, self._place.in_between = True, False
+        self.in_step, self._place.held.in_between = True, False
         try:
             return self._train(batch, args, kwargs)
         except RuntimeError:

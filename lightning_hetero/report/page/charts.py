@@ -65,9 +65,7 @@ def time_lines(
             width = (stop_s - start_s) * scale
             drawing.rect(left + start_s * scale, y, width, _BAR, span.kind, tip=span.tip)
             if span.label and width > text_width(span.label):
-                drawing.text(
-                    left + start_s * scale + width / 2.0, y + 11.0, span.label, "inside", anchor="middle"
-                )
+                drawing.text(left + start_s * scale + width / 2.0, y + 11.0, span.label, "inside", anchor="middle")
     return drawing.svg()
 
 

@@ -41,7 +41,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import BoundedStalenessStrategy
+from lightning_hetero import BoundedStalenessStrategy, HeteroTrace
 from lightning_hetero.base.elastic import meetings
 
 gc.enable()
@@ -159,6 +159,8 @@ def main():
     strategy = BoundedStalenessStrategy(start_method=ASKED["start"], timeout=timedelta(seconds=100),
                                         liveness_s=ASKED["liveness_s"], monitor=False, transport=ASKED["transport"])
     callbacks = [Faults(), Report()]
+    if ASKED.get("trace"):
+        callbacks.append(HeteroTrace(str(FOLDER / "trace")))
     if ASKED["save"]:
         callbacks.append(ModelCheckpoint(FOLDER / "saved", "{step}", every_n_train_steps=4, save_top_k=-1))
     trainer = Trainer(accelerator="cpu", devices=ASKED["ranks"], strategy=strategy, max_epochs=ASKED["epochs"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ class Crew:
 
 
 def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, epochs=5, transport="pairs")
+    crew = Crew(tmp_path, epochs=5, transport="pairs", trace=True)
     crew.start("zero", 0, "end 0", "end 1", "end 4")
     crew.start("one", 1, fault=["kill", 1], at=[1, 0])
     crew.start("two", 2, fault=["kill", 2], at=[0, 0])
@@ -161,6 +162,11 @@ def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -
     assert "rank 2 wanted to join and did not come" in crew.said("zero")
     assert "the run that rank 2 wanted to join ended before it was let in" in crew.said("again late")
     assert "Error" not in crew.said("zero") + crew.said("again one")
+    traces = [path.read_text().splitlines() for path in (tmp_path / "trace").iterdir()]
+    rows = [json.loads(line) for lines in traces for line in lines]
+    assert len({row["run"] for row in rows}) == 1  # also of ranks that come again
+    assert {row["rank"] for row in rows if row["kind"] == "run"} == {0, 1, 2}
+    assert sum(row["kind"] == "run" for row in rows) == 5  # and they go on in their files
 
 
 @pytest.mark.long

@@ -45,12 +45,12 @@ def test_an_exchange_that_is_given_holds_and_one_device_has_none() -> None:
 @pytest.mark.parametrize(
     ("more", "error", "words"),
     [
-        ({"global_batch": 0}, ValueError, "global_batch=0 must be >= 1"),
-        ({"global_batch": 2.0}, TypeError, "global_batch=2.0 must be a whole number"),
+        ({"global_batch": 0}, ValueError, "global_batch=0 must be a whole number >= 1"),
+        ({"global_batch": 2.0}, ValueError, "global_batch=2.0 must be a whole number"),
         ({"costs": ()}, ValueError, "neither model nor costs are given"),
         ({"costs": (SaturatingCost(floor_s=1.0, fixed_s=0.0, per_sample_s=1.0),) * 4}, TypeError, "must be lines"),
         ({"prices": (1.0,)}, ValueError, "prices has 1 entries; give one per device: there are 4"),
-        ({"prices": (1.0, -1.0, 1.0, 1.0)}, ValueError, r"prices=\[-1.0\] must be finite numbers >= 0"),
+        ({"prices": (1.0, -1.0, 1.0, 1.0)}, ValueError, r"prices\[1\]=-1.0 must be a finite number >= 0"),
         ({"exchange_s": math.nan}, ValueError, "exchange_s=nan must be"),
     ],
 )

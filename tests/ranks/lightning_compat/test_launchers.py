@@ -347,7 +347,7 @@ def test_a_child_that_comes_too_late_does_not_wait_for_the_dead(monkeypatch: Any
     """Rank 0 died while it imported: nobody would meet it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     monkeypatch.setenv(launcher._PARENT, f"{process.pid}:-1")
-    while not launcher._has_ended(process.pid):  # soon it waits to be reaped
+    while not launcher.has_ended(process.pid, 0.0):  # soon it waits to be reaped
         time.sleep(0.01)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="local rank 0, which started this process, has ended"):

@@ -27,7 +27,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import CatMetric, MeanAbsoluteError, MeanMetric
 
-from lightning_hetero.pipeline.runtime.execute import failures
+from lightning_hetero.transport import failures
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import quiet_trainer, rank_trainer, regression, weights
 from tests.ranks.pipeline.kit import Deep, fit, pipeline
@@ -279,11 +279,11 @@ class Unhurried(Deep):
 
 
 def unhurried(rank: int, world: int) -> float:
-    check_s, failures._CHECK_S = failures._CHECK_S, 0.1
+    check_s, failures.LOOK_S = failures.LOOK_S, 0.1
     try:
         trainer = fit(rank, world, Unhurried(), pipeline("1x2"), max_epochs=1, limit_val_batches=2, validate=True)[1]
     finally:
-        failures._CHECK_S = check_s
+        failures.LOOK_S = check_s
     return float(trainer.callback_metrics["val"])
 
 

@@ -17,52 +17,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes, refuse_different, together
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import refuse_different, spread, together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership, named
-from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
-from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here, stand_in_for
+from lightning_hetero.pipeline.runtime.ownership.pruning import prune
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.transport.objects import Wait, gathered
 
 
 class Known:
-    """What a module and its optimizers consist of, to see later what has been changed.
+    """What a module consists of, to see later what has been changed.
 
     Args:
         module: the whole model, pruned.
         backbone: its layers.
-        optimizers: over its parameters.
+        others: parameters that optimizers have besides, of layers that were replaced.
 
     Attributes:
-        ids: of its parameters and buffers.
+        ids: of all these.
     """
 
-    def __init__(self, module: nn.Module, backbone: Backbone, optimizers: Iterable[Optimizer]) -> None:
-        self._backbone = backbone
-        self._parts = _parts(module, backbone)
-        self._tensors = named(module)
-        self._kinds = {name: (t.shape, t.dtype) for name, t in self._tensors.items() if isinstance(t, nn.Parameter)}
-        self._former = _strange(module, optimizers)
-        self.ids = set(map(id, self._tensors.values()))
+    def __init__(self, module: nn.Module, backbone: Backbone, others: Iterable[Tensor]) -> None:
+        self._backbone, self._parts = backbone, _parts(module, backbone)
+        self._tensors, self._others = named(module), list(others)
+        self._kinds = {name: _kind(t) for name, t in self._tensors.items() if isinstance(t, nn.Parameter)}
+        self.ids = set(map(id, (*self._tensors.values(), *self._others)))
 
-    def change(self, module: nn.Module) -> Change:
+    def change(self, module: nn.Module) -> ModuleChange:
         """Returns what has been added, removed or replaced since; values do not count, nor do buffers' new tensors."""
-        tensors, parts, kinds = named(module), _parts(module, self._backbone), self._kinds
-        trained = {name for name, t in {**self._tensors, **tensors}.items() if isinstance(t, nn.Parameter)}
-        others = {name for name in kinds.keys() & tensors.keys() if tensors[name] is not self._tensors[name]}
-        others |= {n for n in kinds.keys() & tensors.keys() if kinds[n] != (tensors[n].shape, tensors[n].dtype)}
-        names = others | (tensors.keys() ^ self._tensors.keys())
+        tensors, parts, then = named(module), _parts(module, self._backbone), self._tensors
+        names = tensors.keys() ^ then.keys()
+        for name in self._kinds.keys() & tensors.keys():
+            if tensors[name] is not then[name] or _kind(tensors[name]) != self._kinds[name]:
+                names.add(name)
+        trained = any(isinstance(t, nn.Parameter) for n, t in (*then.items(), *tensors.items()) if n in names)
         layers = {name for name in {**self._parts, **parts} if self._parts.get(name) is not parts.get(name)}
-        return Change([*sorted(layers), *sorted(names)], trained=bool(layers or names & trained), layers=bool(layers))
-
-    def strangers(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-        """Returns parameters that optimizers have and the module has not, nor has had."""
-        own = self.ids | self._former.keys()
-        return [parameter for key, parameter in _strange(module, optimizers).items() if key not in own]
+        return ModuleChange([*sorted(layers), *sorted(names)], trained=trained or bool(layers), layers=bool(layers))
 
 
-class Change(NamedTuple):
-    """What is different, by name; false: nothing.
+class ModuleChange(NamedTuple):
+    """What is different.
 
     Attributes:
         names: of layers, parameters and buffers.
@@ -74,29 +68,17 @@ class Change(NamedTuple):
     trained: bool
     layers: bool
 
-    def __bool__(self) -> bool:
-        return bool(self.names)
 
-
-def _strange(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
-    own = {id(parameter) for parameter in module.parameters()}
-    found = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return {id(parameter): parameter for parameter in found if id(parameter) not in own}
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _parts(module: nn.Module, backbone: Backbone) -> dict[str, nn.Module | None]:
     """Returns the layers, and what is in the lists that they are in, by name."""
-    if backbone.layers == (module,):
-        return {}
-    found: dict[str, nn.Module | None] = {}
-    lists: set[str] = set()
     modules = dict(module.named_modules(remove_duplicate=False))
-    for name in backbone.names:
-        found[name] = modules.get(name)
-        *above, _ = name.split(".")
-        lists |= {".".join(above[: i + 1]) for i in range(len(above))}
-    for path in lists:
-        if isinstance(part := modules.get(path), nn.Sequential | nn.ModuleList):
+    found = {name: modules.get(name) for name in backbone.names}
+    for path, part in modules.items():
+        if isinstance(part, nn.Sequential | nn.ModuleList) and any(n.startswith(f"{path}.") for n in backbone.names):
             found.update((f"{path}.{name}", child) for name, child in part.named_children())
     return found
 
@@ -107,14 +89,11 @@ def _parts(module: nn.Module, backbone: Backbone) -> dict[str, nn.Module | None]
 class _Told(NamedTuple):
     """What a rank tells of one of its tensors: whether it has values, and whether it had this very tensor before."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     is_parameter: bool
     is_real: bool
     is_known: bool
 
 
-@torch.no_grad()
 def divide_anew(
     module: nn.Module,
     optimizers: Iterable[Optimizer],
@@ -142,57 +121,23 @@ def divide_anew(
     Raises:
         RuntimeError: on all ranks: they have changed different things, or what cannot be divided without a move.
     """
-    tensors = named(module)
-    told = {
-        name: _Told(tuple(t.shape), t.dtype, isinstance(t, nn.Parameter), not t.is_meta, id(t) in known.ids)
-        for name, t in tensors.items()
-    }
+    told = {n: _Told(isinstance(t, nn.Parameter), not t.is_meta, id(t) in known.ids) for n, t in named(module).items()}
     of_all: list[Mapping[str, _Told]] = gathered(told, group, wait)
     partly = {name for of_one in of_all for name in of_one if not all(name in one for one in of_all)}
     sources: dict[str, int] = {}
     with together(group, wait=wait):
         if lacking := sorted(name for name in partly if any(one[name].is_parameter for one in of_all if name in one)):
             raise ValueError(f"only some ranks have {lacking[:5]}: let all ranks make the same change")
-        for name in tensors.keys() - partly:
-            real = [rank for rank, one in enumerate(of_all) if one[name].is_real]
-            if not real:
-                raise ValueError(f"no rank has values of {name}: it was made from what other ranks hold")
-            put_in_place(module, optimizers, _as_there(tensors[name], name, of_all[real[0]][name], here))
         ownership = own(partly)
     refuse_different(ownership, group)
-    tensors = ownership.tensors(module)
     with together(group, wait=wait):
-        for name in tensors:
+        for name in (*ownership.parameters, *ownership.buffers):
             real = [rank for rank, one in enumerate(of_all) if one[name].is_real]
-            kept = [rank for rank in real if of_all[rank][name].is_known]
-            holders = ownership.holders(name)
-            if kept and (lost := set(holders) - set(kept)):
-                raise ValueError(f"{name} was on rank(s) {kept} and would have to move to {sorted(lost)}")
+            kept, holders = [rank for rank in real if of_all[rank][name].is_known], ownership.holders(name)
+            if not set(holders) <= set(kept or real):
+                raise ValueError(f"{name} is on rank(s) {kept or real} and would have to move to {list(holders)}")
             if not kept:
-                order = (0, *holders) if name in ownership.parameters else (*holders, 0)
-                sources[name] = next((rank for rank in order if rank in real), real[0])
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, source in sources.items():
-        tensor, targets = tensors[name], set(ownership.holders(name)) - {source}
-        if not tensor.numel():
-            continue
-        if ownership.rank == source:
-            for target in sorted(targets):
-                dist.send(as_bytes(tensor), target, group=group)
-        elif ownership.rank in targets:
-            come = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(as_bytes(come), source, group=group)
-            replaced[id(tensor)] = tensor, like(tensor, come.to(device))
-    put_in_place(module, optimizers, replaced)
+                sources[name] = 0 if 0 in real and name in ownership.parameters else holders[0]
+    spread(module, ownership, sources, group)
     prune(module, optimizers, ownership, here, device=device)
     return ownership
-
-
-def _as_there(tensor: Tensor, name: str, there: _Told, here: Here) -> dict[int, tuple[Tensor, Tensor]]:
-    """Returns for a stand-in, of whatever making, another one if the tensor has another shape or dtype where it is."""
-    if not tensor.is_meta or (tuple(tensor.shape), tensor.dtype) == (there.shape, there.dtype):
-        return {}
-    shaped: Tensor = torch.empty(there.shape, dtype=there.dtype, device="meta")
-    if there.is_parameter:
-        shaped = nn.Parameter(shaped, tensor.requires_grad)
-    return {id(tensor): (tensor, stand_in_for(shaped, name, (), here, device=tensor.device))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -158,17 +158,29 @@ def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGr
     with together(group):
         if rank == 0 and (missing := [n for n, t in tensors.items() if t.is_meta]):
             raise ValueError(f"{missing[:5]} are on the meta device")
-    for name, tensor in tensors.items():
-        holders = ownership.holders(name)
-        if not tensor.numel() or set(holders) == {0}:
-            continue
-        if rank == 0:
-            for holder in holders:
-                if holder != 0:
-                    dist.send(as_bytes(tensor), holder, group=group)
-        elif rank in holders:
+    spread(module, ownership, dict.fromkeys(tensors, 0), group)
+
+
+@torch.no_grad()
+def spread(
+    module: nn.Module, ownership: Ownership, sources: Mapping[str, int], group: dist.ProcessGroup
+) -> None:
+    """Sends the values of parameters and buffers to those that hold them; collective.
+
+    Args:
+        module: the whole model; on any device, with memory for what is held here.
+        sources: the rank that has the values, by name.
+        group: over all ranks, one that takes CPU tensors (gloo).
+    """
+    tensors = ownership.tensors(module)
+    for name, source in sources.items():
+        tensor, targets = tensors[name], set(ownership.holders(name)) - {source}
+        if ownership.rank == source and tensor.numel():
+            for target in sorted(targets):
+                dist.send(as_bytes(tensor), target, group=group)
+        elif ownership.rank in targets and tensor.numel():
             come = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(as_bytes(come), 0, group=group)
+            dist.recv(as_bytes(come), source, group=group)
             tensor.copy_(come)
 
 
