@@ -99,6 +99,12 @@ BOUNDED: dict[str, set[str]] = {
         "transport/sockets.py::receive_welcome",
         "transport/sockets.py::wait_in_turns",
     },
+    "a rank that wants to join waits as long as there is a run; the members, as long as it is heard of": {
+        "base/elastic/admission.py::Admission._come_together",
+        "base/elastic/join.py::JoiningRank._ask",
+        "base/elastic/join.py::JoiningRank.come",
+        "base/elastic/join.py::JoiningRank.wait",
+    },
     "memory is copied": {"transport/seqlock.py::copy_bytes"},
     "another function of that name, which stands here if it waits": {
         "pipeline/runtime/ownership/stand_ins.py::StandIn.__torch_dispatch__",
