@@ -133,7 +133,7 @@ def _terminated(cell: Cell) -> Expected:
         return Expected("ended", cell.fault.gone, cause="SIGTERM", told=True)
     if cell.engine == "stale":
         return Expected("survived", dead=cell.fault.gone)
-    return Expected("ended", cell.fault.gone, cause="SIGTERM", named=named(cell.fault.gone), told=True)
+    return Expected("ended", cell.fault.gone, cause="SIGTERM", told=True)  # it was not the rank that failed
 
 
 def _stopped(cell: Cell) -> Expected:
