@@ -54,16 +54,6 @@ def hook_table(results: Results) -> str:
     return _table(["engine", "places tried", "of these ended as they should", "slowest"], lines)
 
 
-def pairs_table(results: Results) -> str:
-    """Returns a row per engine: how many combinations were tried, and how many were as they should be."""
-    mine = [row for row in _rows(results) if "combined" in row and row["outcome"] != "skipped"]
-    lines = []
-    for engine in dict.fromkeys(row["engine"] for row in mine):
-        own = [row for row in mine if row["engine"] == engine]
-        lines.append([engine, str(len(own)), str(sum(not row["violations"] for row in own))])
-    return _table(["engine", "combinations tried", "of these as they should be"], lines) if lines else "None yet."
-
-
 def failing_list(results: Results) -> str:
     """Returns the cells that do not hold, each with what was seen and why; and what was skipped."""
     rows = _rows(results)
@@ -84,8 +74,16 @@ def failing_list(results: Results) -> str:
         f" of the {engine} engine; a thread still waits in torch then."
         for engine in dict.fromkeys(aborted)
     ]
-    paragraphs = [textwrap.fill(text, 120) for text in (*(skipped or ["No cell was skipped."]), *ends)]
+    said_of = [*_combinations(rows), *(skipped or ["No cell was skipped."]), *ends]
+    paragraphs = [textwrap.fill(text, 120) for text in said_of]
     return "\n\n".join([said, *paragraphs])
+
+
+def _combinations(rows: Sequence[Row]) -> list[str]:
+    """Returns a sentence on the combinations of faults with what else a training may have, if any were tried."""
+    ran = [row for row in rows if "combined" in row and row["outcome"] != "skipped"]
+    hold = sum(not row["violations"] for row in ran)
+    return [f"Of the combinations {len(ran)} were tried, and {hold} of them hold."] if ran else []
 
 
 def _rows(results: Results) -> list[Row]:

@@ -121,6 +121,8 @@ def fill(folder: Path) -> None:
 class Spy(nn.Module):
     """Stands for a layer, and notes when it is called; the parameters are the layer's."""
 
+    layer: Any
+
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.linear = layer.linear

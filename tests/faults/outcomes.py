@@ -97,7 +97,8 @@ def _death(cell: Cell) -> Expected:
         return Expected("ended", gone, _start_s(cell), cause="" if cell.launcher == "script" else _unmet())
     # without rank 0 the others of the stale engine have some seconds to end, which may do for the rest of the training
     alone = cell.engine == "stale" and 0 in gone and cell.launcher in OURS
-    return Expected("ended", gone, cause=f"{SILENT}|{KILLED}", named=named(gone), alone=alone)
+    few = "|min_clients" if cell.asked.get("options", {}).get("min_clients") else ""
+    return Expected("ended", gone, cause=f"{SILENT}|{KILLED}{few}", named=named(gone), alone=alone)
 
 
 def _start_s(cell: Cell) -> float:

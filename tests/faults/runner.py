@@ -30,13 +30,14 @@ def run(cell: Cell, folder: Path) -> Outcome:
 
     Again, if it did not happen: the rank that was to be hit may have been too slow to be given so many batches.
     """
-    for attempt in range(_TRIES):
+    attempt = 0
+    while True:
         place = folder / f"run{attempt}"
         place.mkdir()
         outcome = _run(cell, place, expected(cell))
-        if outcome.outcome != "did not happen":
-            break
-    return outcome
+        attempt += 1
+        if outcome.outcome != "did not happen" or attempt == _TRIES:
+            return outcome
 
 
 def _run(cell: Cell, folder: Path, wanted: Expected) -> Outcome:

@@ -1,7 +1,8 @@
 """What a run keeps does not grow with its steps and epochs: in every engine, on every rank, in the server.
 
 A run is looked at twice. The lengths of all containers that can be reached from the strategy, the run's callbacks and
-the server are summed by the attribute that they are in; a deque with a limit counts as nothing.
+the server are summed by the attribute that they are in; a deque with a limit counts as nothing. Neither does what a
+solver notes of the one problem that it solves, which depends on what was measured.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "()", value.__func__
     elif isinstance(value, functools.partial):
         yield from (("(partial)", part) for part in (value.func, *value.args, *value.keywords.values()))
-    elif type(value).__module__.startswith("lightning_hetero"):
+    elif type(value).__module__.startswith("lightning_hetero") and ".solvers." not in type(value).__module__:
         kept = {**getattr(value, "__dict__", {}), **dict(_slots(value))}
         yield from ((f"{type(value).__name__}.{name}", part) for name, part in kept.items())
 

@@ -458,8 +458,9 @@ def test_a_closed_listener_is_gone() -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "nowhere#" + 32 * "a", "unix:x#short", "host:port#" + 32 * "a"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match=f"address='{address}'"):
+    with pytest.raises(ValueError, match="must be a Listener's") as caught:
         connect(address, 0)
+    assert 32 * "a" not in str(caught.value)
 
 
 # ---- two at once ------------------------------------------------------------------------------------------
