@@ -269,7 +269,14 @@ class GuestRollCall(RollCall):
         while (found := self._ask(look)) is None:
             if awake_s() > end_s:
                 raise self._lost(f"it did not come to where the others met, for {self._patience_s:g} s")
-            pause_s = self._wait(pause_s)
+            try:
+                pause_s = self._wait(pause_s)
+            except RuntimeError:  # of a rank that has read the verdict already
+                with suppress(RuntimeError, ConnectionError):
+                    found = self._ask(look)
+                if found is None:
+                    raise
+                break
         return json.loads(found)
 
     def _too_late(self) -> Exception | None:
