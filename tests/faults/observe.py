@@ -142,9 +142,10 @@ def _still_there(begun_s: dict[int, float], grace_s: float) -> list[str]:
     return [str(process.pid) for process in alive]
 
 
-# Which others than we leave behind: when they are killed, and Lightning's launcher of processes always.
+# Which others than we leave behind: when they are killed, and Lightning's launcher of processes always. Lightning's own
+# writer of checkpoints, which all engines but the pipeline have, leaves its file if it is killed, as under stock DDP.
 _OF_OTHERS = ("pymp-", "pytorch-errorfile-", "torchelastic_")
-_OF_SPAWN = ("tmp",)
+_OF_LIGHTNING = ("tmp",)
 
 
 def files_left(
@@ -159,7 +160,9 @@ def files_left(
         held: names of files in memory and of sockets that it had.
     """
     found = [f"part of a file is left: {path.name}" for path in folder.rglob("*.part*")]
-    theirs = (*_OF_OTHERS, *(_OF_SPAWN if cell.launcher in ("spawn", "fork") else ()))
+    writes = cell.asked.get("kind") == "kill in a write" and cell.engine != "pipeline"
+    lightnings = writes or cell.launcher in ("spawn", "fork")
+    theirs = (*_OF_OTHERS, *(_OF_LIGHTNING if lightnings else ()))
     names = [path.name for path in temporary.iterdir() if not path.name.startswith(theirs)]
     found += [f"temporary file is left: {name}" for name in sorted(names)]
     if memory is not None:
