@@ -91,7 +91,7 @@ def changed_late(rank: int) -> Iterator[None]:
         error.args = (
             f"on rank {rank} the module is another one than when its layers were divided: {error}. In a pipeline each"
             " rank has a part of it, which is divided before training, and anew if all ranks change it in on_fit_start,"
-            " on_train_start, on_train_epoch_start or on_train_epoch_end. ModuleChange it there, or build it so in"
+            " on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so in"
             " configure_model, or use strategy='hetero_balanced'",
         )
         raise
@@ -220,7 +220,7 @@ def layers_alike(
                     raise RuntimeError(
                         f"training_step on rank {torch.distributed.get_rank()} has changed {names[id(part)]}.{name}, of"
                         " a layer that another rank runs: in a pipeline only the first rank of each group runs"
-                        " training_step. ModuleChange it in on_train_batch_start, which all ranks run, or use"
+                        " training_step. Change it in on_train_batch_start, which all ranks run, or use"
                         " strategy='hetero_balanced'"
                     )
                 stock(part, name, value)
