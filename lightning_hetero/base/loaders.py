@@ -263,16 +263,10 @@ class PartBinder(LoaderBinder[Bound]):
     ) -> DataLoader:
         """Makes the copy of a loader of an iterable dataset, see `RebatchedStream`."""
         stream = RebatchedStream(
-            loader=loader,
-            mode=mode,
-            rank=self._channel.rank,
-            world_size=self._channel.world_size,
-            global_batch_size=bound.full,
-            split=partial(self.split, bound),
-            least=least,
-            position=self._begin_stream,
-            on_fetch=bound.handed.append,
-        )
+            loader=loader, mode=mode, rank=self._channel.rank, world_size=self._channel.world_size,
+            global_batch_size=bound.full, split=partial(self.split, bound), least=least,
+            position=self._begin_stream, on_fetch=bound.handed.append,
+        )  # fmt: skip
         bound.loader = fed_copy(loader, stream)
         return self._add(bound)
 

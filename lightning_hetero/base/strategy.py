@@ -121,19 +121,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **kwargs,
-        )
+            accelerator=accelerator, parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin, ddp_comm_state=ddp_comm_state, ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper, process_group_backend=process_group_backend, timeout=timeout,
+            start_method=start_method, **kwargs,
+        )  # fmt: skip
         self.timeout = timeout
         self.ddp_arguments = kwargs
         self._comm_arguments = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper

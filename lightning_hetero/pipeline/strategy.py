@@ -149,17 +149,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if controller == "lyapunov":  # not asked for: a plan that was given stays
             controller = None if self.plan_settings.plan is not None else LyapunovController()
         settings = PipelineSettings(
-            shared=self.shared,
-            planning=self.plan_settings,
-            backbone=self.backbone,
-            emulate_links=self.emulate_links,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
-            stream=self.stream,
-            device=self.root_device,
-            process_group_backend=self.process_group_backend,
-            timeout=self.timeout,
-            controller=controller,
-        )
+            shared=self.shared, planning=self.plan_settings, backbone=self.backbone,
+            emulate_links=self.emulate_links, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            stream=self.stream, device=self.root_device, process_group_backend=self.process_group_backend,
+            timeout=self.timeout, controller=controller,
+        )  # fmt: skip
         run = PipelineRun(trainer, settings)
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_done))
         return run
@@ -224,15 +218,10 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if self._planned is not None and known_model == model and total in (None, known_total):
             return self._planned
         step = Rehearsal(
-            module=run.module,
-            backbone=backbone,
-            found=self.backbone is None,
-            device=self.root_device,
-            loader=loader,
-            optimizers=self.optimizers,
-            to_device=self._moved,
+            module=run.module, backbone=backbone, found=self.backbone is None, device=self.root_device,
+            loader=loader, optimizers=self.optimizers, to_device=self._moved,
             context=self.precision_plugin.train_step_context,
-        )
+        )  # fmt: skip
         scenario = run.scenario if run.fitting else None
         carried = carried_by(self)
         planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, carried=carried)

@@ -111,16 +111,11 @@ def balanced(setup: Setup) -> Estimate:
         )
         step_s = fmean(taken_s[setup.series :])
     return Estimate(
-        engine="balanced",
-        step_s=step_s + exchange_s,
-        bound_s=minimax(costs, batch).lower_bound_s + exchange_s,
-        work_s=work_s,
-        shares=tuple(map(float, shares)),
-        memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
-        exchange_s=exchange_s,
-        reasons=tuple(reasons),
-        settings=settings,
-    )
+        engine="balanced", step_s=step_s + exchange_s,
+        bound_s=minimax(costs, batch).lower_bound_s + exchange_s, work_s=work_s,
+        shares=tuple(map(float, shares)), memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
+        exchange_s=exchange_s, reasons=tuple(reasons), settings=settings,
+    )  # fmt: skip
 
 
 def _in_pieces_s(cost: AffineCost, samples: int, most: int) -> float:

@@ -45,17 +45,13 @@ def pipeline(setup: Setup) -> Estimate:
         for rank in group.ranks:
             samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
     return Estimate(
-        engine="pipeline",
-        step_s=step_s * slowest_s(setup, (1.0,) * setup.ranks),
-        bound_s=min(plan.lower_bound_s, step_s),
-        work_s=seconds,
-        shares=tuple(samples),
-        memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),
-        exchange_s=plan.sync_s,
+        engine="pipeline", step_s=step_s * slowest_s(setup, (1.0,) * setup.ranks),
+        bound_s=min(plan.lower_bound_s, step_s), work_s=seconds, shares=tuple(samples),
+        memory_bytes=tuple(held_bytes(plan, model, setup.ranks)), exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan)),
         settings={"strategy.global_batch_size": setup.global_batch, "strategy.plan": _plan_setting(plan)},
         plan=plan,
-    )
+    )  # fmt: skip
 
 
 def _plan_setting(plan: PipelinePlan) -> dict[str, Any]:

@@ -236,19 +236,15 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
 
     clocks = {rank: float(found[0].get("unix_s") or math.nan) for rank, found in opened.items()}
     return RecordedRun(
-        name=name,
-        engine=engine,
+        name=name, engine=engine,
         ranks=max(int(data.get("world_size") or 1) for found in opened.values() for data in found),
         devices={rank: ", ".join(map(str, found[-1].get("names") or ())) for rank, found in opened.items()},
         steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
         batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
-        changes=tuple(_changes(by_rank, number)),
-        queues=tuple(_queues(by_rank, number)),
-        counts=last("server"),
-        plan=last("plan"),
-        about=about,
+        changes=tuple(_changes(by_rank, number)), queues=tuple(_queues(by_rank, number)),
+        counts=last("server"), plan=last("plan"), about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
-    )
+    )  # fmt: skip
 
 
 def _of_kind(by_rank: Mapping[int, Sequence[Event]], *kinds: str) -> list[Event]:

@@ -61,16 +61,10 @@ class Row(NamedTuple):
     def record(self, rank: int) -> SpeedSample:
         """Returns what a policy is told of this rank."""
         return SpeedSample(
-            rank=rank,
-            step=int(self.step),
-            samples=int(self.samples),
-            compute_s=self.compute_s,
-            wait_s=self.wait_s,
-            work=self.work,
-            free_cpu=self.free_cpu,
-            free_mem=self.free_mem,
+            rank=rank, step=int(self.step), samples=int(self.samples), compute_s=self.compute_s,
+            wait_s=self.wait_s, work=self.work, free_cpu=self.free_cpu, free_mem=self.free_mem,
             most_samples=None if math.isnan(self.most_samples) else int(self.most_samples),
-        )
+        )  # fmt: skip
 
 
 class Rows:

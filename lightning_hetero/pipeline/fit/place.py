@@ -223,18 +223,10 @@ class RankInPlan:
         new = self.run.ownership_under(planned.plan)
         self._wires.prepare(planned.plan, new)
         migration = Migration(
-            self.run.module,
-            self.run.optimizers,
-            self.held.ownership,
-            new,
-            copies=self.copies,
-            gradients=gradients,
-            device=self.run.settings.device,
-            group=self.run.channel.group,
-            wait=self.run.failures.wait,
-            wait_for_peer=self.run.failures.wait_for_peer,
-            here=self.here,
-        )
+            self.run.module, self.run.optimizers, self.held.ownership, new, copies=self.copies,
+            gradients=gradients, device=self.run.settings.device, group=self.run.channel.group,
+            wait=self.run.failures.wait, wait_for_peer=self.run.failures.wait_for_peer, here=self.here,
+        )  # fmt: skip
         self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
         self.held = Holdings(self.run, new, self._wires, self._optimized())
@@ -284,18 +276,12 @@ class RankInPlan:
     def _runner_of(self, group: GroupPlan) -> StageRunner:
         run, settings = self.run, self.run.settings
         for_all_plans = RunnerSettings(
-            rank=run.channel.rank,
-            device=settings.device,
-            seed=settings.seed,
-            failures=run.failures,
-            wire=self._wires.gloo,
-            ways=self._wires.direct.by_peer,
-            clock=self.emulation.clock,
-            timeout_s=settings.timeout_s,
-            pace=self.busy,
+            rank=run.channel.rank, device=settings.device, seed=settings.seed, failures=run.failures,
+            wire=self._wires.gloo, ways=self._wires.direct.by_peer, clock=self.emulation.clock,
+            timeout_s=settings.timeout_s, pace=self.busy,
             checkpoint_layers=settings.planning.checkpoint_layers,
             time_layers=run.watched and run.scenario is None,
-        )
+        )  # fmt: skip
         return StageRunner(
             for_all_plans,
             run.backbone.layers,

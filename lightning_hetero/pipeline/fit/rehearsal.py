@@ -183,15 +183,9 @@ def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> 
             device=device,
         )
         model = profile_on_device(
-            layers,
-            outside.first,
-            names=step.backbone.names,
-            device=device,
-            copies=copies,
-            before=outside.before,
-            head=outside.head,
-            call=_computed_again if again else None,
-        )
+            layers, outside.first, names=step.backbone.names, device=device, copies=copies,
+            before=outside.before, head=outside.head, call=_computed_again if again else None,
+        )  # fmt: skip
     return model, outside.calls
 
 

@@ -191,17 +191,12 @@ class Replans:
 
         def observation() -> Observation:
             return Observation(
-                batch=batch,
-                generation=self.generation,
-                batch_s=batch_s,
+                batch=batch, generation=self.generation, batch_s=batch_s,
                 work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
-                layer_s=told.layer_s(groups[reporting_group(batch, groups)]),
-                links=told.links,
-                rest_s=told.rest_s,
-                micro_batches=self._binder.all_micro_batches(part),
-                pause_s=pause_s,
+                layer_s=told.layer_s(groups[reporting_group(batch, groups)]), links=told.links,
+                rest_s=told.rest_s, micro_batches=self._binder.all_micro_batches(part), pause_s=pause_s,
                 moved_bytes=moved_bytes,
-            )
+            )  # fmt: skip
 
         rank_zero.decide(part, observation)
         jumped = self._jumps.add(self.generation, [(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)

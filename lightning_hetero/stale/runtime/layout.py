@@ -196,19 +196,12 @@ class FlatLayout:
         described = [(e.name, e.shape, e.stride, str(e.dtype)) for e in (*first, *second)]
         text = repr((len(first), described, compression, hyper.size, hyper.digest))
         return cls(
-            parameters=first,
-            buffers=second,
-            gradients=sent,
-            ranges=ranges,
-            parameter_bytes=ranges[len(first)][0] if second else end,
-            bytes=max(end, ALIGN_BYTES),
-            present=present,
-            number_range=number_range,
-            buffer_ranges=tuple(rest[: len(second)]),
-            gradient_ranges=tuple(rest[len(second) :]),
-            slot_bytes=max(slot_end, ALIGN_BYTES),
+            parameters=first, buffers=second, gradients=sent, ranges=ranges,
+            parameter_bytes=ranges[len(first)][0] if second else end, bytes=max(end, ALIGN_BYTES),
+            present=present, number_range=number_range, buffer_ranges=tuple(rest[: len(second)]),
+            gradient_ranges=tuple(rest[len(second) :]), slot_bytes=max(slot_end, ALIGN_BYTES),
             digest=hashlib.sha256(text.encode()).hexdigest()[:32],
-        )
+        )  # fmt: skip
 
     # ---- the area ---------------------------------------------------------------------------------------------
 

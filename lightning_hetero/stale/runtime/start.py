@@ -133,22 +133,14 @@ def start_server(
             coordinator.load_state_dict(state)
         shown = listener.memory.parameters
         server = ParameterServer(
-            layout=layout,
-            area=area,
-            parameters=parameters,
-            optimizers=optimizers,
-            listener=listener,
-            coordinator=coordinator,
-            divide_by=settings.divide_by,
-            nonfinite=settings.nonfinite,
+            layout=layout, area=area, parameters=parameters, optimizers=optimizers, listener=listener,
+            coordinator=coordinator, divide_by=settings.divide_by, nonfinite=settings.nonfinite,
             shards=settings.shards,
-            limits=Limits(
-                connect_s=_AWAITED_S,
-                silence_s=SILENT_SIGNS * settings.liveness_s,
-                meeting_s=timeout.total_seconds(),
-            ),
             stamp=shown.stamp,
-        )
+            limits=Limits(
+                connect_s=_AWAITED_S, silence_s=SILENT_SIGNS * settings.liveness_s, meeting_s=timeout.total_seconds()
+            ),
+        )  # fmt: skip
         ready({"port": store.port}, Watched(lambda: shown.progress, listener.hangs, timeout.total_seconds()))
         try:
             serve(server, listener, awake_s, orphaned=orphaned)
