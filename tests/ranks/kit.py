@@ -66,10 +66,10 @@ class Scripted(BalancePolicy):
                    for r in range(n)]
         from lightning_hetero.solvers import apportion
 
-        self._shares = tuple(
+        self.shares = tuple(
             s * self.limits.quantum for s in apportion([float(w) for w in weights], total, lower=low).shares
         )
-        return ShareDecision(shares=self._shares, changed=True, reason="scripted")
+        return ShareDecision(shares=self.shares, changed=True, reason="scripted")
 
 
 class Weights(dict[str, Tensor]):
