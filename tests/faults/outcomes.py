@@ -91,10 +91,10 @@ def _goes_on(cell: Cell) -> bool:
 def _death(cell: Cell) -> Expected:
     """Of ranks without a word."""
     gone = cell.fault.gone
-    if _goes_on(cell):
-        return Expected("survived", dead=gone)
     if cell.asked.get("place") in BEFORE:  # the others have not met it yet
         return Expected("ended", gone, _start_s(cell), cause="" if cell.launcher == "script" else _unmet())
+    if _goes_on(cell):
+        return Expected("survived", dead=gone)
     # without rank 0 the others of the stale engine have some seconds to end, which may do for the rest of the training
     alone = cell.engine == "stale" and 0 in gone and cell.launcher in OURS
     few = "|min_clients" if cell.asked.get("options", {}).get("min_clients") else ""

@@ -168,7 +168,7 @@ class JoinRequests:
 
     def __init__(self, environment: ClusterEnvironment) -> None:
         self._environment = environment
-        self._announced = False
+        self._announced: BoundedStore | None = None
         self._store: BoundedStore | None = None
         self._beats = Beats(self._beat_of)
 
@@ -176,8 +176,8 @@ class JoinRequests:
         """Says that a run is under way to whoever comes to where the ranks met at first: in torch's own store."""
         # Not so with e.g. a rendezvous through a file: nobody can join, nothing else is lost.
         with suppress(RuntimeError):
-            _rendezvous(self._environment).set(_RUN, "")
-            self._announced = True
+            self._announced = self._announced or _rendezvous(self._environment)
+            self._announced.set(_RUN, "")
 
     def host(self) -> str:
         """Hosts a store in the place of torch's, which went with the process group that a death has broken.
@@ -268,11 +268,9 @@ class JoinRequests:
 
     def close(self, ranks: Sequence[int]) -> None:
         """The run ends: takes the announcement away and sends home who still waits; idempotent."""
-        store, self._store = self._store, None
+        store = self._store or self._announced  # reached before: at the end strangers may keep it busy
+        self._store = self._announced = None
         with suppress(RuntimeError):
-            if store is None and self._announced:
-                store = _rendezvous(self._environment)
-            self._announced = False
             if store is not None:
                 store.delete_key(_RUN)
                 waiting = [rank for rank in ranks if store.check([f"{_ASKS}/{rank}"])]

@@ -449,7 +449,6 @@ def test_a_meeting_place_that_does_not_answer_holds_nobody(environment: Any, mon
         requests = JoinRequests(environment)
         requests.announce()
         assert "no rank can come again into this run" in requests.host()
-        requests._announced = True
         requests.close([1, 2])
 
 
