@@ -193,15 +193,9 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
         if isinstance(self.precision_plugin, HalfPrecision):  # its context expects it
             self.precision_plugin.convert_module(module)
         warm_up = WarmUp(
-            strategy=self,
-            module=module,
-            loader=loader,
-            channel=channel,
-            global_batch=batch,
-            scenario=self._scenario,
-            layers="pipeline" in able,
-            budget_s=self.warm_up_s,
-        )
+            strategy=self, module=module, loader=loader, channel=channel, global_batch=batch,
+            scenario=self._scenario, layers="pipeline" in able, budget_s=self.warm_up_s,
+        )  # fmt: skip
         try:
             return self._agreed(channel, warm_up.measure(), refused)
         except RuntimeError as error:

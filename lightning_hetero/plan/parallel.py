@@ -61,16 +61,11 @@ def ddp(setup: Setup) -> Estimate:
         reason = "the devices are equally fast: nothing waits that another division would put to work"
     uneven = f"{setup.global_batch} samples are no multiple of {ranks} devices: a step has {share * ranks}"
     return Estimate(
-        engine="ddp",
-        step_s=last_s + setup.exchange(),
-        bound_s=last_s + setup.exchange(),
-        work_s=work_s,
-        shares=(float(share),) * ranks,
-        memory_bytes=(setup.memory_bytes(share),) * ranks,
-        exchange_s=setup.exchange(),
-        reasons=(reason, uneven) if setup.global_batch % ranks else (reason,),
+        engine="ddp", step_s=last_s + setup.exchange(), bound_s=last_s + setup.exchange(), work_s=work_s,
+        shares=(float(share),) * ranks, memory_bytes=(setup.memory_bytes(share),) * ranks,
+        exchange_s=setup.exchange(), reasons=(reason, uneven) if setup.global_batch % ranks else (reason,),
         settings={"data.batch_size": share},
-    )
+    )  # fmt: skip
 
 
 def balanced(setup: Setup) -> Estimate:

@@ -43,16 +43,11 @@ def stale(setup: Setup) -> Estimate:
     work_s = [cost.seconds(n) if n > 0.0 else 0.0 for cost, n in zip(slowed, shares, strict=True)]
     scale = batch / math.fsum(shares)
     return Estimate(
-        engine="stale",
-        step_s=step_s,
-        bound_s=max(computed_s, port_s),
-        work_s=tuple(min(seconds, step_s) for seconds in work_s),
-        shares=tuple(n * scale for n in shares),
-        memory_bytes=tuple(map(setup.memory_bytes, shares)),
-        exchange_s=max(transfers_s),
-        reasons=tuple(reasons),
-        settings={"strategy.global_batch_size": batch},
-    )
+        engine="stale", step_s=step_s, bound_s=max(computed_s, port_s),
+        work_s=tuple(min(seconds, step_s) for seconds in work_s), shares=tuple(n * scale for n in shares),
+        memory_bytes=tuple(map(setup.memory_bytes, shares)), exchange_s=max(transfers_s),
+        reasons=tuple(reasons), settings={"strategy.global_batch_size": batch},
+    )  # fmt: skip
 
 
 def _transfers(setup: Setup) -> tuple[list[float], float]:

@@ -5,6 +5,7 @@ Torch's store and gloo's connections wait for a process that is stopped without 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,6 +13,12 @@ from typing import Generic, TypeVar
 from lightning_hetero.transport.awake import BEAT_S, awake_s
 
 T = TypeVar("T")
+
+_EXIT_S = 3.0
+
+
+class _Call(threading.Thread):
+    """A call's thread."""
 
 
 class Aside(Generic[T]):
@@ -24,7 +31,7 @@ class Aside(Generic[T]):
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
         self._found = list[T | Exception]()
-        self._thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
+        self._thread = _Call(target=self._run, args=(call,), name=name, daemon=True)
         self._thread.start()
 
     def _run(self, call: Callable[[], T]) -> None:
@@ -46,3 +53,12 @@ class Aside(Generic[T]):
         if isinstance(found, Exception):
             raise found
         return found
+
+
+@atexit.register
+def _let_end() -> None:
+    """Waits for calls that were left alone: one that ends while Python is taken down would abort the process."""
+    end_s = awake_s() + _EXIT_S
+    for thread in threading.enumerate():
+        if isinstance(thread, _Call):
+            thread.join(max(0.0, end_s - awake_s()))

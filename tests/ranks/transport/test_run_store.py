@@ -96,3 +96,22 @@ def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
     said = subprocess.run([sys.executable, "-c", _STOPPED], capture_output=True, text=True, timeout=120, check=True)
     awake, passed = map(float, said.stdout.split())
     assert awake < passed - 1.0
+
+
+_LEFT_ALONE = """
+import threading
+from lightning_hetero.transport.aside import Aside
+begun, answers = threading.Event(), threading.Event()
+def ask():
+    begun.set()
+    threading.Timer(0.3, answers.set).start()
+    answers.wait(60.0)
+    print("answered")
+assert not Aside(ask, "asks").ends_within(0.0)
+begun.wait(60.0)
+"""
+
+
+def test_a_call_that_was_left_alone_does_not_end_while_python_is_taken_down() -> None:
+    command = [sys.executable, "-c", _LEFT_ALONE]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == "answered\n"
