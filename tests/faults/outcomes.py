@@ -98,7 +98,8 @@ def _death(cell: Cell) -> Expected:
     # without rank 0 the others of the stale engine have some seconds to end, which may do for the rest of the training
     alone = cell.engine == "stale" and 0 in gone and cell.launcher in OURS
     few = "|min_clients" if cell.asked.get("options", {}).get("min_clients") else ""
-    return Expected("ended", gone, cause=f"{SILENT}|{KILLED}{few}", named=named(gone), alone=alone)
+    went_on = "|rank 0 died" if alone else ""
+    return Expected("ended", gone, cause=f"{SILENT}|{KILLED}{few}{went_on}", named=named(gone), alone=alone)
 
 
 def _start_s(cell: Cell) -> float:
