@@ -19,10 +19,13 @@ class AwakeClock:
 
     Args:
         beat_s: how often it is looked at, at least; twice as much counts at most from one look to the next [s].
+
+    Attributes:
+        stopped_s: what did not count [s].
     """
 
     def __init__(self, beat_s: float = BEAT_S) -> None:
-        self._most_s = 2 * beat_s
+        self._most_s, self.stopped_s = 2 * beat_s, 0.0
         self._last_s: float | None = None
         self._awake_s = 0.0
 
@@ -33,7 +36,9 @@ class AwakeClock:
             now_s: of any clock that does not go back [s].
         """
         if self._last_s is not None:
-            self._awake_s += min(max(0.0, now_s - self._last_s), self._most_s)
+            passed_s = max(0.0, now_s - self._last_s)
+            self._awake_s += min(passed_s, self._most_s)
+            self.stopped_s += max(0.0, passed_s - self._most_s)
         self._last_s = now_s
         return self._awake_s
 
@@ -42,7 +47,7 @@ class _ProcessClock:
     """The clock of this process, with a thread that looks at it; begins anew in a forked process."""
 
     def __init__(self) -> None:
-        self._lock, self._clock = threading.Lock(), AwakeClock()
+        self._lock, self.clock = threading.Lock(), AwakeClock()
         self._pid = -1
 
     def now(self) -> float:
@@ -50,7 +55,7 @@ class _ProcessClock:
             if self._pid != os.getpid():
                 self._pid = os.getpid()
                 threading.Thread(target=self._look, name="awake-clock", daemon=True).start()
-            return self._clock.at(time.monotonic())
+            return self.clock.at(time.monotonic())
 
     def _look(self) -> None:
         while True:
@@ -67,3 +72,9 @@ if hasattr(os, "register_at_fork"):
 def awake_s() -> float:
     """Returns the time in which this process was not stopped, from an arbitrary moment on [s]."""
     return _clock.now()
+
+
+def stopped_s() -> float:
+    """Returns for how long this process has been stopped so far [s]."""
+    _clock.now()
+    return _clock.clock.stopped_s

@@ -19,7 +19,7 @@ from datetime import timedelta
 from torch import distributed as dist
 
 from lightning_hetero.transport.aside import Aside
-from lightning_hetero.transport.awake import awake_s
+from lightning_hetero.transport.awake import awake_s, stopped_s
 from lightning_hetero.transport.run_store import RunStore, SignedStore, SilentError
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
@@ -71,6 +71,7 @@ class FailureBoard:
         self._gone: set[int] = set()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
+        self._stopped_s = stopped_s()  # when the store answered last
         self.reported = False
         self.waiting: Callable[[], None] | None = None
 
@@ -185,12 +186,15 @@ class FailureBoard:
         if self._first is None and self._unheard is None and not self._over.is_set():
             try:
                 self._take(self._store.ask(look, answer_s))
+                self._stopped_s = stopped_s()
             except SilentError as error:
                 self._unheard = RuntimeError(f"rank {self._store.rank} does not answer: {error}")
             except RuntimeError as error:
                 said = _without_a_word([self._store.rank], first_line(error))
                 if self._host_left:
                     said = f"rank {self._store.rank} has ended this run, and others have not"
+                elif (slept_s := stopped_s() - self._stopped_s) > self._patience_s:
+                    said = f"rank {self._rank} was stopped for {slept_s:.0f} s, and the others have ended meanwhile"
                 self._unheard = RuntimeError(said)
         return self._known()
 

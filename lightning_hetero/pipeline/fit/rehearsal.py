@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -302,6 +302,8 @@ def agree_layout(
     Raises:
         TypeError: they cannot be cut, but must be; on all ranks, with the way out.
     """
+    if isinstance(loader.dataset, Sized) and not len(loader.dataset):  # no batch will be cut
+        return None
     causes: list[Exception] = []
 
     def learned() -> Layout | str:
