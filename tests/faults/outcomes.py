@@ -51,7 +51,7 @@ class Expected:
 def named(ranks: Iterable[int]) -> str:
     """Returns a pattern that names one of these ranks: as we do, as Lightning, multiprocessing or torchrun do."""
     which = f"(?:{'|'.join(map(str, ranks))})"
-    return rf"rank {which}\b|\[rank: {which}\]|process {which} terminated|rank\s+: {which} \("
+    return rf"rank {which}\b|\[rank: {which}\]|[Pp]rocess {which} terminated|rank\s+: {which} \("
 
 
 def blamed(screen: str, but: Iterable[int]) -> list[str]:
