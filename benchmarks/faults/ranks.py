@@ -148,6 +148,7 @@ class Rank:
         slow_until_s: it computes slowly until then [s].
         stopped_s: for how long it was stopped [s].
         was_cut: its connection to the server was cut.
+        began_s: when its process began.
         place: where it was last, see `Point`.
         is_in: the others wait for it.
     """
@@ -158,6 +159,7 @@ class Rank:
         self.told: list[str] = []
         self.risky = not joins
         self.error_next = self.was_cut = False
+        self.began_s = 0.0
         self.place = ""
         self.is_in = not joins
         self.slow_until_s, self.wait_s = -math.inf, GROUP_TIMEOUT_S

@@ -119,6 +119,7 @@ class Simulation:
         self._everybody: list[Rank] = []
         self._running = 0
         self._faults: Counter[str] = Counter()
+        self._lost_at_s: list[float] = []  # when ranks were killed, fell silent or were cut off
         self._excuses: list[str] = []
         self._waiting: list[tuple[Fault, Point, list[int]]] = []
 
@@ -220,8 +221,14 @@ class Simulation:
             self._excuses.append("the server was killed")
             self._kill_server()
 
+    def _is_last(self, rank: Rank) -> bool:
+        """Whether nobody else is connected: the server ends then, and whoever is on its way finds none."""
+        connected = self.wires.connections.keys()
+        return connected == {rank.number} or (rank.number == 0 and not connected)
+
     def _kill(self, rank: Rank, seconds: float) -> None:
-        if rank.risky or (rank.number == 0 and not self.wires.connections):
+        self._lost_at_s.append(self.world.now_s)
+        if rank.risky or self._is_last(rank):
             self._excuses.append(f"rank {rank.number} died where that ends the run")
         if seconds and rank.number > 0:  # rank 0 cannot join
             self.world.at(self.world.now_s + seconds, lambda: self._start_again(rank))
@@ -238,6 +245,7 @@ class Simulation:
         rank.process.freeze(seconds)
 
     def _silence(self, rank: Rank, seconds: float) -> None:
+        self._lost_at_s.append(self.world.now_s)
         if rank.group is not None:
             rank.group.falls_silent(rank.index)
         if rank.risky:
@@ -249,7 +257,8 @@ class Simulation:
         connection = self.wires.connections.get(rank.number)
         if connection is None or connection.process is not rank.process:
             return
-        if rank.risky:
+        self._lost_at_s.append(self.world.now_s)
+        if rank.risky or self._is_last(rank):
             self._excuses.append(f"rank {rank.number} was cut off where that ends the run")
         rank.was_cut = True
         self.wires.end(connection, "the network failed", lose=self.draw.random() < 0.5)
@@ -269,6 +278,7 @@ class Simulation:
     def _start(self, number: int, *, joins: bool = False) -> None:
         self._running += 1
         self.ranks[number] = rank = Rank(self, number, joins=joins)
+        rank.began_s = self.world.now_s
         self._everybody.append(rank)
 
         def ended() -> None:
@@ -347,8 +357,10 @@ class Simulation:
         silent = any(way == "silent" for _, way in ways)
         ended = 0
         for rank, way in ways:
-            # Or left behind, or turned away as it did not come in time: nobody else ends with it.
-            alone = rank.was_cut or rank.stopped_s >= PATIENCE_S or (not rank.is_in and rank.stopped_s > 0.0)
+            # Or left behind, or turned away as it did not come in time, or as another was lost just then: nobody else
+            # ends with it, and it is told to start again.
+            late = not rank.is_in and (rank.stopped_s > 0.0 or self._lost_at_s[-1:] > [rank.began_s])
+            alone = rank.was_cut or rank.stopped_s >= PATIENCE_S or late
             ended += way == "with a cause" and rank.is_in and not alone
             if way == "hangs":
                 audit.violated(f"rank {rank.number} has no answer after {self.world.now_s:.0f} s, at {rank.place!r}")
