@@ -222,9 +222,10 @@ class Simulation:
             self._kill_server()
 
     def _is_last(self, rank: Rank) -> bool:
-        """Whether nobody else is connected: the server ends then, and whoever is on its way finds none."""
-        connected = self.wires.connections.keys()
-        return connected == {rank.number} or (rank.number == 0 and not connected)
+        """Whether nobody else takes part: the server ends then, and whoever is on its way finds none."""
+        others = [other for other in self.ranks.values() if other is not rank and other.process.alive]
+        unmet = rank.number == 0 and not self.wires.connections
+        return unmet or (bool(others) and not any(other.is_in for other in others))
 
     def _kill(self, rank: Rank, seconds: float) -> None:
         self._lost_at_s.append(self.world.now_s)
