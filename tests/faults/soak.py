@@ -47,7 +47,7 @@ def _drawn(draw: random.Random) -> Cell:
     if kind in _ANYWHERE and "place" not in fault.asked:
         everywhere = ("Model.training_step",) if engine != "pipeline" else ()  # a rank may have a later stage only
         more["place"] = draw.choice((*_PLACES, *everywhere))
-    if kind and "checkpoint" not in fault.name:
+    if kind and "call" not in fault.asked and fault.asked.get("place", "Model.training_step") == "Model.training_step":
         more["call"] = draw.randint(2, 5)
     if engine == "balanced" and kind == "out of memory":
         more["options"] = {"min_samples": 2}  # one sample cannot be divided
