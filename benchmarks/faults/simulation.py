@@ -294,8 +294,8 @@ class Simulation:
             first = self._everybody[0].process
             own = self.wires.server
             assert own is not None
-            clock = lambda: self.world.now_s - own.stopped_s  # noqa: E731
-            serve(self.server, self.listener, clock, orphaned=lambda: not first.alive)
+            awake_s, orphaned = lambda: self.world.now_s - own.stopped_s, lambda: not first.alive
+            serve(self.server, self.listener, awake_s, orphaned=orphaned)
         finally:
             if self.wires.server is not None and self.wires.server.alive:
                 self.listener.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -207,7 +208,7 @@ class _Watch:
         later: Callable[[], Any] | None = None
         if kind in ("stop", "stop the server"):
             self._stopped = kind == "stop"
-            later = lambda: _wake(pid)  # noqa: E731
+            later = functools.partial(_wake, pid)
         elif kind == "stop all":  # once the others wait for the one that was hit
             self._plan += [(now_s + 1.0, self.job.stop), (now_s + 1.0 + (fault.wake_s or 0.0), self._woken)]
             return

@@ -11,12 +11,27 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from lightning_hetero import BalancePolicy, BoundedStalenessStrategy, LoadBalancedStrategy
+from lightning_hetero import (
+    BalancePolicy,
+    BoundedStalenessStrategy,
+    FederatedStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+)
 from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import RankEnvironment
 
 FEATURES = 6
+
+
+ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "balanced": (LoadBalancedStrategy, {}),
+    "stale": (BoundedStalenessStrategy, {"policy": "bsp"}),
+    "pipeline": (HeteroPipelineStrategy, {"backbone": "net"}),
+    "federated": (FederatedStrategy, {"local_steps": 2}),
+}
+"""Every engine's strategy, with what it needs to train a `Toy`; a pipeline's groups besides."""
 
 
 def regression(samples: int = 400, seed: int = 3, dtype: torch.dtype = torch.float64) -> TensorDataset:

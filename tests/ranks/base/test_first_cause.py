@@ -18,22 +18,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
 from lightning_hetero.base.checks import naming_full_disk
 from tests.ranks.harness import process_context
-from tests.ranks.kit import Toy, rank_trainer, regression
+from tests.ranks.kit import ENGINES, Toy, rank_trainer, regression
 
-ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "balanced": (LoadBalancedStrategy, {}),
-    "stale": (BoundedStalenessStrategy, {"policy": "bsp"}),
-    "pipeline": (HeteroPipelineStrategy, {"backbone": "net"}),
-    "federated": (FederatedStrategy, {"local_steps": 2}),
-}
 GROUPS = [
     {"ranks": [1, 0], "cuts": [0, 2, 3], "samples": 2, "micro_samples": 1},
     {"ranks": [2], "cuts": [0, 3], "samples": 1, "micro_samples": 1},

@@ -12,21 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Toy, rank_trainer, regression
+from tests.ranks.kit import ENGINES, Toy, rank_trainer, regression
 
-ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "balanced": (LoadBalancedStrategy, {}),
-    "stale": (BoundedStalenessStrategy, {"policy": "bsp"}),
-    "pipeline": (HeteroPipelineStrategy, {"backbone": "net"}),
-    "federated": (FederatedStrategy, {"local_steps": 2}),
-}
 BATCHES = 8
 
 

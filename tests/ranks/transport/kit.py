@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from lightning_hetero.transport.base import Arrived, Happened, Reply, Say
 from lightning_hetero.transport.link import connect
 from lightning_hetero.transport.listener import Listener
+from tests import warm
 from tests.ranks import harness
 
 KINDS = ("shared_memory", "wire")
@@ -155,3 +157,26 @@ def make_listener(kind: str, workers: int, **sizes: int) -> Listener:
     """Returns a listener for ranks 0..workers-1, all of this node or all of others."""
     ranks: dict[str, Any] = {"near" if kind == "shared_memory" else "far": range(workers)}
     return Listener(**ranks, **sizes)
+
+
+def run_script(text: str, folder: Path, *said: str, within_s: float) -> None:
+    """Runs a program that starts ranks of its own, in one process group, which is killed should it hang.
+
+    Args:
+        text: of the program.
+        folder: to run in; what it prints is in ``said`` there.
+        said: its arguments.
+        within_s: how long it may take; it must end well.
+    """
+    (folder / "script.py").write_text(text)
+    root = Path(__file__).resolve().parents[3]
+    environ = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (folder / "said").open("w") as screen:
+        script = warm.start(["script.py", *said], folder, environ, screen.fileno(), screen.fileno())
+    try:
+        assert script.wait(within_s) == 0, (folder / "said").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # usually nobody is left
+            os.killpg(script.pid, signal.SIGKILL)
+        script.kill()
+        script.wait()

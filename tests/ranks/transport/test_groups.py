@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -34,10 +31,8 @@ from lightning_hetero.transport.groups import (
 )
 from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.side_channel import SideChannel
-from tests import warm
 from tests.ranks.harness import run_ranks
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.ranks.transport.kit import run_script
 
 # name -> ranks, who dies in each round, the collective in which the others find out
 SCENARIOS: dict[str, tuple[int, list[list[int]], str]] = {
@@ -125,18 +120,7 @@ for name, (world, deaths, op) in json.loads(sys.argv[1]).items():
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All scenarios, played one after the other; far sooner than the groups' timeout of 100 s."""
     folder = tmp_path_factory.mktemp("regroup")
-    (folder / "script.py").write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = ["script.py", json.dumps(SCENARIOS)]
-    with (folder / "said").open("w") as said:
-        script = warm.start(command, folder, environ, said.fileno(), said.fileno())
-    try:
-        assert script.wait(80) == 0, (folder / "said").read_text()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # usually nobody is left
-            os.killpg(script.pid, signal.SIGKILL)
-        script.kill()
-        script.wait()
+    run_script(SCRIPT, folder, json.dumps(SCENARIOS), within_s=80)
     return folder
 
 

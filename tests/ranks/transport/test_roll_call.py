@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +20,7 @@ from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, RollCall
 from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress
 from lightning_hetero.transport.store import host_store
-from tests import warm
+from tests.ranks.transport.kit import run_script
 
 pytestmark = pytest.mark.ranks
 
@@ -262,17 +259,7 @@ for rank in ranks: rank.join()
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on_as_a_whole(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SUSPENDED)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3]), "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "said").open("w") as said:
-        script = warm.start(["script.py"], tmp_path, environ, said.fileno(), said.fileno())
-    try:
-        assert script.wait(60) == 0, (tmp_path / "said").read_text()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # usually nobody is left
-            os.killpg(script.pid, signal.SIGKILL)
-        script.kill()
-        script.wait()
+    run_script(SUSPENDED, tmp_path, within_s=60)
     for rank in range(3):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found == [[0, 1, 2, True]] * 12, (tmp_path / "said").read_text()
