@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning_hetero.record.ledger import spent_in
 from lightning_hetero.record.run import RecordedRun
-from lightning_hetero.report.spent import spent_in
 
 _MOST_TURNS = 20_000  # the last ones of a long run: the viewer reads it into memory
 _US = 1e6
