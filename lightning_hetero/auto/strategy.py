@@ -65,7 +65,6 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     """
 
     engine = "auto"
-    description = "The engine that fits devices and model"
 
     def __init__(
         self,

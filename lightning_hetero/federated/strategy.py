@@ -64,7 +64,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     """
 
     engine = "federated"
-    description = "Federated averaging"
     refusals = REFUSALS
 
     def __init__(

@@ -94,7 +94,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     """
 
     engine = "pipeline"
-    description = "Pipelines of unequal devices"
     refusals = REFUSALS
     evaluates = True
 
