@@ -79,7 +79,6 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     """
 
     engine = "auto"
-    description = "The engine that fits devices and model"
 
     def __init__(
         self,

@@ -92,7 +92,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     """
 
     engine = "balanced"
-    description = "Load-balanced DDP"
     refusals = Refusals(
         lbfgs="LBFGS decides from the loss whether to evaluate again, and the loss differs between ranks, so the ranks"
         " would part ways (as they can under strategy='ddp'); use one device or another optimizer"

@@ -32,7 +32,7 @@ from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, register, sum_up
+from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
@@ -64,7 +64,6 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     Attributes:
         engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
-        description: a few words, for Lightning's registry.
         refusals: what the engine refuses on several devices.
         evaluates: whether the engine takes part in evaluations outside of a fit.
 
@@ -74,7 +73,6 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     """
 
     engine: ClassVar[str]
-    description: ClassVar[str]
     refusals: ClassVar[Refusals] = Refusals()
     evaluates: ClassVar[bool] = False
 
@@ -355,8 +353,3 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return None if self._run is None else self._run.summary()
 
     # ---- names ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers ``hetero_<engine>`` and its launchers: ``_spawn``, ``_fork``, ``_forkserver``, ``_notebook``."""
-        register(cls, strategy_registry, f"hetero_{cls.engine}", cls.description)

@@ -76,7 +76,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     """
 
     engine = "federated"
-    description = "Federated averaging"
     refusals = REFUSALS
 
     def __init__(

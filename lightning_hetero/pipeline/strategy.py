@@ -106,7 +106,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     """
 
     engine = "pipeline"
-    description = "Pipelines of unequal devices"
     refusals = REFUSALS
     evaluates = True
 

@@ -87,7 +87,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     """
 
     engine = "stale"
-    description = "Bounded-staleness parameter server"
     refusals = REFUSALS
 
     def __init__(

@@ -239,5 +239,5 @@ def test_every_name_of_stock_ddp_has_its_counterpart(cls: type[DDPStrategy]) -> 
     assert "ddp_notebook_find_unused_parameters_false" in names
     for name in names:
         ours = StrategyRegistry[name.replace("ddp", f"hetero_{cls.engine}", 1)]  # type: ignore[attr-defined]
-        assert ours["strategy"] is cls
+        assert type(ours["strategy"](**ours["init_params"])) is cls
         assert ours["init_params"] == StrategyRegistry[name]["init_params"]
