@@ -8,7 +8,7 @@
     Trainer(strategy="hetero_federated")         # or FederatedStrategy(local_steps=10)
 
 Importing it imports neither torch nor Lightning: commands that only read files start at once. The names are registered
-when ``lightning.pytorch`` is imported, before or after this package; the classes when the first one is asked for.
+when ``lightning.pytorch`` is imported, before or after this package, and so are the classes.
 """
 
 import sys
@@ -94,6 +94,9 @@ class _Names(MetaPathFinder, Loader):
             for name, params in ddp.items():
                 ours = name.replace("ddp", f"hetero_{engine}", 1)
                 registry.register(ours, make, description=about, override=True, **params)
+        mine = {name for name in sys.modules if name.startswith("lightning_hetero.")}
+        if refusal is None and mine == {"lightning_hetero._version"}:  # else whoever asks imports them
+            import_module("lightning_hetero.public")  # command lines look for classes among those that are imported
 
 
 for _package in _REGISTRIES:

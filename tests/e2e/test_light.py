@@ -37,6 +37,19 @@ def test_names_are_registered_when_lightning_is_imported_later() -> None:
     assert said(f"{first}; {MADE}") == "BoundedStalenessStrategy\n"
 
 
+def test_a_command_line_finds_the_classes_by_their_names() -> None:
+    """`jsonargparse` looks for them among the classes that are imported."""
+    program = """
+import lightning_hetero
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import Strategy
+parser = ArgumentParser()
+parser.add_argument("--strategy", type=Strategy)
+print(parser.parse_args(["--strategy=LoadBalancedStrategy", "--strategy.global_batch_size=64"]).strategy.class_path)
+"""
+    assert said(program) == "lightning_hetero.LoadBalancedStrategy\n"
+
+
 def test_public_names_are_those_of_the_package() -> None:
     named = {name for name in vars(public) if not name.startswith("_")} | {"__version__"}
     assert set(lightning_hetero.__all__) == named <= set(dir(lightning_hetero))
