@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
@@ -23,7 +23,7 @@ from lightning_hetero.cluster.score import imbalance, last_lines, shares_text, s
 from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
-from lightning_hetero.record.ledger import Spent, Tally, idle_in, spent_together, waited_in
+from lightning_hetero.record.ledger import Spent, Tally, idle_in, spent_together, total_of, waited_in
 from lightning_hetero.record.run import RunStep, Turn
 from lightning_hetero.types import Event, SpeedSample, StepReport
 
@@ -37,7 +37,8 @@ class StragglerMonitor(Callback, EventSource):
     Per rank: ``share`` [samples], ``compute_s`` (own work), ``wait_s`` (in the gradient exchange), ``predicted_s``,
     ``score`` (speed relative to the fastest rank), ``straggler`` (1, or of a rank found to be slow its seconds per item
     over the others'), and over the ranks ``max`` and ``min``; ``hetero/imbalance`` is the slowest rank's work over the
-    mean (1.0 = balanced).
+    mean (1.0 = balanced), ``hetero/waiting`` the part of the ranks' time that is waiting, or,
+    where waiting cannot be told from the rest, ``hetero/idle`` the part that is not own work.
 
     A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
     seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
@@ -55,7 +56,8 @@ class StragglerMonitor(Callback, EventSource):
         every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's
             ``log_every_n_steps``.
         prog_bar: show each rank's samples, and the part of the ranks' time that is waiting, on the progress bar.
-        most_ranks: with more ranks than this, report only ``max`` and ``min`` over them.
+        most_ranks: with more ranks than this, report only ``max`` and ``min`` over them; 0: only values of all ranks,
+            e.g. ``hetero/imbalance`` and ``hetero/waiting``.
         batch_cost: under stock DDP, the work of this rank's batch, padding included, e.g. its tokens, where samples
             differ in it. Default: a method ``batch_cost`` of the module, else ``batch_weight``, else samples count. An
             engine of this package counts by itself, see `LoadBalancedStrategy`.
@@ -176,8 +178,9 @@ class StragglerMonitor(Callback, EventSource):
             if all(turn.compute_s > 0.0 for turn in turns.values()):
                 told.append(spent_together(turns, sees_waiting=own.sees_waiting))
                 own.tally.add(RunStep(epoch=epoch, index=step, turns=turns), told[-1])
+                own.spent = total_of([own.spent, *told[-1].values()])
                 own.rows += torch.tensor([[1.0, *row] for row in ranks], dtype=torch.float64)
-        self._show_wait(trainer, "wait", waited_in(told))
+        self._show_on_bar(trainer, [], "waiting", waited_in(told))
 
     def _compare(self, reports: Sequence[StepReport]) -> None:
         """Names ranks that have become slow."""
@@ -185,7 +188,7 @@ class StragglerMonitor(Callback, EventSource):
             for found in self._test.add(report.records, epoch=report.epoch, step=report.step):
                 if found.rank not in self._named:
                     self._named.add(found.rank)
-                    rank_zero_info(
+                    compat.tell_past_bar(
                         f"StragglerMonitor: rank {found.rank} is slow since epoch {found.epoch}, step {found.step}: it"
                         f" needs {found.slowdown:.2f} times as long for the same work as the other ranks' median"
                     )
@@ -209,18 +212,19 @@ class StragglerMonitor(Callback, EventSource):
     @never_raises
     def _show_epoch(self, trainer: Trainer, own: _OwnTiming) -> None:
         if means := own.take_means():
-            self._show_shares(trainer, means)
+            waited, own.spent = waited_in([{0: own.spent}]), Spent()
+            self._show_on_bar(trainer, means, "waiting", waited)
             # Lightning's own step of the epoch's values: the last batch's.
-            self._show(trainer, self._values(means, []), step=compat.logging_step(trainer) - 1)
+            self._show(trainer, self._values(means, [], {"waiting": waited}), step=compat.logging_step(trainer) - 1)
 
     @never_raises
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
             if trainer.is_global_zero and (told := last_lines(self._own.tally.ledger())):
-                rank_zero_info(told)
+                compat.tell_past_bar(told)
         elif self._strategy is not None and (summary := self._strategy.summary()):
-            rank_zero_info(summary)
+            compat.tell_past_bar(summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._own is not None:
@@ -236,19 +240,20 @@ class StragglerMonitor(Callback, EventSource):
         if (report := strategy.step_report()) is not None:
             if strategy.take_reports() is None:
                 self._compare([report])
-            values = self._values(report.records, report.predicted_s)
-            self._show_shares(trainer, report.records)
+            name, part = "idle", idle_in(report.records)
             if strategy.meets:
                 turns = {record.rank: record for record in report.records}
                 seen = not device_of(trainer.strategy.root_device).asynchronous
-                self._show_wait(trainer, "wait", waited_in([spent_together(turns, sees_waiting=seen)]))
-            else:
-                self._show_wait(trainer, "idle", idle_in(report.records))
+                name, part = "waiting", waited_in([spent_together(turns, sees_waiting=seen)])
+            values = self._values(report.records, report.predicted_s, {name: part})
+            self._show_on_bar(trainer, report.records, name, part)
         values |= {f"hetero/{name}": float(value) for name, value in strategy.engine_metrics().items()}
         self._show(trainer, values, step=compat.logging_step(trainer))
         return bool(values)
 
-    def _values(self, records: Sequence[SpeedSample], predicted_s: Sequence[float]) -> dict[str, float]:
+    def _values(
+        self, records: Sequence[SpeedSample], predicted_s: Sequence[float], parts: dict[str, float]
+    ) -> dict[str, float]:
         columns = {
             "share": [float(r.samples) for r in records],
             "compute_s": [r.compute_s for r in records],
@@ -263,20 +268,21 @@ class StragglerMonitor(Callback, EventSource):
                 ranks = column if len(column) <= self.most_ranks else ()
                 values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(ranks)}
                 values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
-        unevenness = imbalance(columns["compute_s"])
-        return values if math.isnan(unevenness) else {**values, "hetero/imbalance": unevenness}
+        of_all = {"imbalance": imbalance(columns["compute_s"]), **parts}
+        return values | {f"hetero/{name}": value for name, value in of_all.items() if not math.isnan(value)}
 
     def _show(self, trainer: Trainer, values: dict[str, float], *, step: int) -> None:
+        if not self.most_ranks:
+            values = {name: value for name, value in values.items() if name.count("/") == 1}  # of no rank, no extreme
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=step)
 
-    def _show_shares(self, trainer: Trainer, records: Sequence[SpeedSample]) -> None:
-        if self.prog_bar and trainer.is_global_zero:
+    def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], name: str, part: float) -> None:
+        if not (self.prog_bar and trainer.is_global_zero) or math.isnan(part):
+            return
+        if records:
             compat.show_on_progress_bar(trainer, "shares", shares_text([r.samples for r in records]))
-
-    def _show_wait(self, trainer: Trainer, name: str, part: float) -> None:
-        if self.prog_bar and trainer.is_global_zero and not math.isnan(part):
-            compat.show_on_progress_bar(trainer, name, f"{100.0 * part:.0f}%")
+        compat.show_on_progress_bar(trainer, {"waiting": "wait"}.get(name, name), f"{100.0 * part:.0f}%")
 
 
 class _OwnTiming:
@@ -286,7 +292,8 @@ class _OwnTiming:
         probe: the stopwatch.
         sees_waiting: whether the host waits where its device does.
         tally: of rank 0, all ranks' steps of the fit.
-        rows: of rank 0, by rank sums over the epoch's steps so far: 1, and what `take_steps` tells.
+        rows, spent: of rank 0, sums over the epoch's steps so far: by rank 1 and what `take_steps` tells; of all ranks
+            what their time went into.
         epoch: of the steps that are told next, see `take_steps`.
     """
 
@@ -301,7 +308,7 @@ class _OwnTiming:
         self._sizes: deque[tuple[int, int, int, float]] = deque()
         self.epoch, self._from, self._until = 0, 0, -2  # steps not told of yet, up to the one that runs
         self._steps: dict[int, tuple[float, float, float, float]] = {}  # of each of them, see `take_steps`
-        self.tally = Tally(trainer.world_size)
+        self.tally, self.spent = Tally(trainer.world_size), Spent()
         self.rows = torch.zeros(trainer.world_size, 5, dtype=torch.float64)
         self._events: deque[Event] = deque(maxlen=4096)
 

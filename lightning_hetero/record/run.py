@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -30,14 +30,33 @@ class Turn(SpeedSample):
 
     Attributes:
         end_s: when it was over, on the run's clock.
+        parts: the contributions, where there were several; their clock is that of the rank's trace.
     """
 
     end_s: float
+    parts: tuple[Turn, ...] = ()
 
     @property
     def begin_s(self) -> float:
         """When its work began, on the run's clock."""
+        if self.parts:
+            return self.end_s - (self.parts[-1].end_s - self.parts[0].begin_s)
         return self.end_s - self.wait_s - self.compute_s
+
+    def slices(self, waits_s: Mapping[str, float]) -> Iterator[tuple[Turn, str, float, float]]:
+        """Yields what it did, in order: contribution, ``work`` or a kind of waiting, from, to [s].
+
+        Args:
+            waits_s: how long it waited in all, by kind; each contribution has its part of each.
+        """
+        parts = self.parts or (self,)
+        for part in parts:
+            at_s = part.begin_s + self.end_s - parts[-1].end_s
+            scale = 1.0 if len(parts) == 1 else part.wait_s / self.wait_s if self.wait_s > 0.0 else 0.0
+            for kind, seconds in {"work": part.compute_s, **{k: scale * s for k, s in waits_s.items()}}.items():
+                if seconds > 0.0:
+                    yield part, kind, at_s, at_s + seconds
+                    at_s += seconds
 
     @property
     def items(self) -> float:
@@ -120,6 +139,7 @@ class RecordedRun:
         batches: number of steps, those without such a measurement included.
         changes: in order.
         queues: by step number: batches' budget overspent, by constraint.
+        metrics: by step number: what the run logged, e.g. its losses, by name.
         counts: what the stale engine's server had counted when it was last asked.
         plan: what a pipeline run began with: plan, cluster, profile; empty elsewhere.
         about: what else the trace's first line said, e.g. policy and bound.
@@ -134,6 +154,7 @@ class RecordedRun:
     batches: int = 0
     changes: tuple[RunChange, ...] = ()
     queues: tuple[tuple[int, Mapping[str, float]], ...] = ()
+    metrics: tuple[tuple[int, Mapping[str, float]], ...] = ()
     counts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -272,6 +293,7 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
         batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
         changes=changes, queues=tuple(_queues(by_rank, number)),
+        metrics=tuple((_number(e, number), e.data) for e in _of_kind(by_rank, "metrics")) if steps else (),
         counts=last("server"), plan=last("plan"), about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
     )  # fmt: skip
@@ -311,7 +333,7 @@ def _turns(events: Sequence[Event]) -> dict[tuple[int, int], Turn]:
         turn, tag = Turn(**asdict(sample), end_s=last_s), (event.epoch, event.step)
         if (before := found.get(tag)) is not None and event.data.get("fill_in"):
             sums = {part: getattr(before, part) + getattr(turn, part) for part in _ADDED}
-            turn = replace(turn, **sums)
+            turn = replace(turn, **sums, parts=(*(before.parts or (before,)), turn))
         found[tag] = turn
     return found
 

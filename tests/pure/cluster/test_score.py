@@ -62,9 +62,7 @@ def test_the_lines_people_read() -> None:
         "StragglerMonitor: 36 % of your 4 ranks' time in steps was waiting for slower ranks (60.0 of 168.0"
         " device-seconds). A step took 2100.0 ms."
     )
-    assert lines[1].startswith(
-        "If work grows with samples, it would take about 1300.0 ms (1.62 times as fast) with strategy='hetero_balanced', "
-    )
+    assert lines[1].startswith("If work grows with samples, it would take about 1300.0 ms (1.62 times as fast) with")
     assert lines[1].endswith(" and 1500.0 ms (1.40 times as fast) with DDP without rank 3, the slowest.")
     even = said((8, 1.25, 0.25), (8, 1.25, 0.25))
     assert "1500.0 ms (not faster) with strategy='hetero_balanced'" in even

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.record.ledger import Spent, exchange_alone, idle_in, ledger_of, spent_together, waited_in
+from lightning_hetero.record.ledger import (
+    Spent,
+    exchange_alone,
+    idle_in,
+    ledger_of,
+    spent_together,
+    waited_in,
+)
 from lightning_hetero.types import Event, SpeedSample
 from tests.pure.report.kit import run_with
 
@@ -73,7 +80,8 @@ def test_the_exchange_is_what_the_last_rank_sees_of_it() -> None:
 
 def test_of_one_step_waiting_and_what_is_no_work() -> None:
     """A step of 2.5 s on two ranks, of which the exchange is half a second: one waits for a second of five."""
-    step = [SpeedSample(rank=r, step=0, samples=8, compute_s=c, wait_s=w) for r, (c, w) in enumerate([(1, 1.5), (2, 0.5)])]
+    told = enumerate([(1.0, 1.5), (2.0, 0.5)])
+    step = [SpeedSample(rank=r, step=0, samples=8, compute_s=c, wait_s=w) for r, (c, w) in told]
     assert waited_in([spent_together({one.rank: one for one in step})]) == pytest.approx(0.2)
     assert idle_in(step) == pytest.approx(0.4)
     assert math.isnan(waited_in([])) and math.isnan(idle_in([]))
