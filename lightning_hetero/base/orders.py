@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
@@ -67,14 +67,14 @@ class OrderFinder:
         """
         if compat.uses_dataloader_iter(self._trainer):
             raise IndivisibleError(
-                "training_step(dataloader_iter) fetches batches by itself, so they cannot be divided by speed: take"
+                "training_step(dataloader_iter) fetches its own batches, so they cannot be divided by speed: take"
                 " `batch` instead"
             )
         spec = inspect_loader(loader)
         assert isinstance(loader, DataLoader)
         if spec.kind == "batch_sampler" and self._batch_sampler == "refuse":
             raise IndivisibleError(
-                f"the train loader has a batch sampler of its own ({type(batch_source(loader)).__name__}), and dividing"
+                f"the train loader has a custom batch sampler ({type(batch_source(loader)).__name__}), and dividing"
                 " its batches by speed could break what it promises about a batch (equal lengths, class balance). If it"
                 f" promises nothing that matters, pass {self._strategy_name}(batch_sampler='pool'): one batch per"
                 " device is drawn, the pool is divided"
@@ -113,8 +113,13 @@ class OrderFinder:
     def batch_of_all(self, spec: LoaderSpec) -> int:
         """Samples of a full global batch: as asked, as in the checkpoint of another world size, or as DDP's."""
         world = self._channel.world_size
-        if self._global_batch_size is not None:
-            return self._global_batch_size
+        if (asked := self._global_batch_size) is not None:
+            if spec.samples is not None and asked > spec.samples:
+                rank_zero_warn(
+                    f"global_batch_size={asked} is more than the {spec.samples} samples of the train loader: an epoch"
+                    " is one step"
+                )
+            return asked
         assert spec.batch_size is not None
         stored = self.resume.get("global_batch_size")
         if stored and self.resume.get("world_size") != world and self.resume.get("batch_size") == spec.batch_size:

@@ -16,7 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
+from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout
@@ -98,7 +99,7 @@ class PipelineBinder(PartBinder[CutLoader]):
 
         Args:
             plan: with one group or more.
-            whole: what a plan leaves in one piece stays so, also where it is larger than planned: batches may be of a
+            whole: what a plan leaves in one piece stays in one, even if it is larger than planned: batches may be of a
                 class that cannot be cut.
             learn: finds out how a loader's batches are cut, on all ranks; None: no need to know.
         """
@@ -137,7 +138,7 @@ class PipelineBinder(PartBinder[CutLoader]):
     def _require_stream(self) -> None:
         if self._stream_mode is None:
             raise TypeError(
-                "the train dataset is an IterableDataset, and every rank of a pipeline would read a stream of its own."
+                "the train dataset is an IterableDataset, and every rank of a pipeline would read its own stream."
                 f" Say {self._strategy_name}(stream='shared') if all ranks read the same stream (each group keeps its"
                 " part of every global batch); otherwise use a map-style dataset, or strategy='hetero_balanced'"
             )
@@ -187,7 +188,7 @@ class PipelineBinder(PartBinder[CutLoader]):
 
         Args:
             part: any rank's part of the batch.
-            group: index of the group in the plan; None for a rank at rest, which has none.
+            group: index of the group in the plan; None for an idle rank.
         """
         if group is None:
             return (), 0
