@@ -238,7 +238,7 @@ class RecordedRun:
     @property
     def staged(self) -> bool:
         """Whether ranks hold different parts of the model, so that their times do not compare."""
-        return any(len(group["ranks"]) > 1 for plan in self.plans for group in plan["groups"])
+        return any(len(group["ranks"]) > 1 for plan in self.plans for group in plan.get("groups", ()))
 
     @property
     def plans(self) -> list[Mapping[str, Any]]:
