@@ -164,7 +164,7 @@ def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
 
 
 def _neutral(meta: Any, value: Tensor) -> Tensor:
-    """Returns what changes nothing under the reduction of a logged value; only its metadata tells which it is."""
+    """Returns what changes nothing under the reduction of a logged value; only its metadata say which it is."""
     if meta.is_mean_reduction:  # counts with weight 0, but 0 * NaN is NaN
         return torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
     if not value.is_floating_point():
@@ -188,7 +188,7 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
     """Returns what puts the module's torchmetrics back as they are now, once.
 
     ``metric_state`` is public, the update counter and the cached value are not. What was updated meanwhile computes
-    anew: ranks whose updates stay have no cached value, and gather.
+    again: ranks whose updates stay have no cached value, and gather.
     """
     from torchmetrics import Metric
 
