@@ -42,7 +42,8 @@ for (const [name, text] of Object.entries(pages)) {
     });
     const boxes = (svg) => [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
     const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
-    const overlaps = drawings.map((svg) => boxes(svg).flatMap((a, i, all) => all.slice(i + 1).filter((b) => meet(a, b))));
+    const pairs = (all) => all.flatMap((a, i) => all.slice(i + 1).filter((b) => meet(a, b)));
+    const overlaps = drawings.map((svg) => pairs(boxes(svg)));
     found[name] = {
       width: root.clientWidth, needed: root.scrollWidth, drawings: drawings.length,
       drawn: drawings.filter(drawn).length, sections: page.querySelectorAll("section").length,
