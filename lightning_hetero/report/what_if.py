@@ -89,23 +89,29 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
     slowest_first = sorted(range(run.ranks), key=lambda rank: -typical_s[rank])
     engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
     measured_s = ledger_of(run).step_s
-    # Asked often, of fewer steps: what that makes of the present ranks is to be what all steps made of them.
-    scale = engines[beside] / _step_s(beside, few)
+    if run.engine in engines:
+        engines[run.engine] = measured_s
+
+    def of_few(name: EngineName, asked: Setup) -> float:
+        """Of fewer steps, because it is asked often: in the ratio to the present ranks, whose time is known."""
+        return engines[name] * _step_s(name, asked) / now_s[name]
+
+    now_s = {name: _step_s(name, few) for name in (engine, beside)}
     dropped: list[Dropped] = []
     for count in range(min(run.ranks, _MOST_RANKS)):
-        ddp_s = _step_s("ddp", without(setup, slowest_first[:count]))
-        rest = without(few, slowest_first[:count])
-        engine_s = ddp_s if rest.ranks == 1 else _step_s(beside, rest) * scale
-        dropped.append(Dropped(ranks=tuple(slowest_first[:count]), ddp_s=ddp_s, engine_s=engine_s))
+        gone = slowest_first[:count]
+        ddp_s = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
+        engine_s = ddp_s if count == run.ranks - 1 else of_few(beside, without(few, gone))
+        dropped.append(Dropped(ranks=tuple(gone), ddp_s=ddp_s, engine_s=engine_s))
     return Alternatives(
         engine=run.engine,
         samples=setup.global_batch,
         measured_s=measured_s,
-        engines={**engines, run.engine: measured_s},
+        engines=engines,
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
-        few_s=dropped[0].ddp_s if engine == "ddp" else dropped[0].engine_s,
+        few_s=engines[engine],
         mended={
-            rank: _step_s(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
+            rank: of_few(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
             for rank in sorted(slowest_first[:_MOST_RANKS])
         },
         dropped=tuple(dropped),
