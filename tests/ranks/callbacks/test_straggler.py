@@ -351,7 +351,7 @@ def drop_in_job(rank: int, world: int) -> list[Any]:
     ]
 
 
-@pytest.mark.stock_ddp("logging: hooks and loggers see the same calls", "balanced", "stale", "pipeline")
+@pytest.mark.stock_ddp("logger")
 def test_user_code_sees_what_it_sees_under_stock_ddp() -> None:
     for rank, (stock, *engines) in enumerate(run_ranks(2, drop_in_job)):
         assert stock[2] and stock[4] == []
