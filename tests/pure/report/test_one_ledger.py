@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, replace
+from html import unescape
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import Tally, ledger_of, samples_in, spent_together, waited_in
 from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.build import page_of
+from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.spent import step_stages_of
 from lightning_hetero.report.verdict import milliseconds, percent
 from lightning_hetero.report.what_if import alternatives_of
@@ -30,7 +32,7 @@ work, wait = st.floats(0.01, 2.0), st.floats(0.0, 1.0)
 
 @st.composite
 def runs(draw: st.DrawFn) -> RecordedRun:
-    """Ranks whose work grows with samples, at different speeds, with noise; shares change once, the last batch is short."""
+    """Ranks whose work grows with samples, with noise; shares change once, and the last batch is short."""
     ranks, steps = draw(st.integers(2, 4)), draw(st.integers(12, 24))
     per_sample_s = [draw(st.floats(0.01, 0.1)) for _ in range(ranks)]
     shares = [[draw(st.integers(1, 16)) for _ in range(ranks)]]
@@ -51,14 +53,14 @@ def runs(draw: st.DrawFn) -> RecordedRun:
 @settings(max_examples=12)
 @given(run=runs())
 def test_one_value_of_each_quantity(run: RecordedRun) -> None:
-    ledger, page = ledger_of(run), page_of(run)
-    words = re.sub(r"<[^>]+>", " ", page)
+    ledger = ledger_of(run)
+    words = unescape(re.sub(r"<[^>]+>", " ", page_of(RunFacts(run))))
 
     # waiting: the sums by hand, the report in each place, the tables, and the monitor, which adds up step by step
     total_s = sum(turn.compute_s + turn.wait_s for step in run.steps for turn in step.turns.values())
     waited_s = sum(t.wait_s - min(u.wait_s for u in s.turns.values()) for s in run.steps for t in s.turns.values())
     assert ledger.waited == pytest.approx(waited_s / total_s)
-    assert f"{percent(ledger.waited)} of all ranks" in words
+    assert f"{percent(ledger.waited)} of all ranks' time is waiting" in words
     told = re.findall(r"([\d.]+) of ([\d.]+) device-seconds \(([\d.]+ %)\)", words)
     assert told in ([], [(f"{waited_s:.1f}", f"{total_s:.1f}", percent(ledger.waited))])
     times = step_stages_of(run)
