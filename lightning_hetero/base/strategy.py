@@ -336,8 +336,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             self._kept = replace(self._kept, report=report)
         return report
 
-    def waiting_in(self, report: StepReport) -> float:
-        return super().waiting_in(report) if self._run is None else self._run.waiting_in(report)
+    @property
+    def meets(self) -> bool:
+        return self._run is None or self._run.meets
 
     def take_reports(self) -> list[StepReport] | None:
         return None if self._run is None else self._run.take_reports()

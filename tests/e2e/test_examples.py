@@ -29,6 +29,7 @@ def run(*arguments: str, cold: bool = False) -> str:
     return done.stdout
 
 
+@pytest.mark.stock_ddp("popen", "balanced")
 def test_plain_script_both_ways_reach_the_same() -> None:
     jobs = {
         "DDPStrategy": partial(run, "01_balanced.py"),
@@ -73,6 +74,7 @@ def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     assert hetero.stderr.count("go on without") == 1
 
 
+@pytest.mark.stock_ddp("popen", "pipeline")
 @pytest.mark.long
 def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -> None:
     jobs = {name: partial(run, "05_pipeline.py", *name) for name in ((), ("--hetero",))}
