@@ -312,8 +312,8 @@ def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Clus
         found = recorded(read_events(given))
     except FileNotFoundError as error:
         raise ValueError(
-            f"cluster={str(given)!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
-            f" written by HeteroTrace ({error})"
+            f"cluster={str(given)!r} must be 'probe', a description (see conf/hetero/cluster), a Cluster, None, or a"
+            f" trace written by HeteroTrace ({error})"
         ) from error
     if found is None:
         raise ValueError(f"the trace {str(given)!r} is of no pipeline: it holds no description of a cluster")
