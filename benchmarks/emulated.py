@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.emulate import Pacer, Throttle
+from lightning_hetero.emulate.throttle import Pacer, Throttle
 
 
 class Emulated(ThrottleCallback):

@@ -1,11 +1,14 @@
 """Sphinx: the pages of this folder, and the API from the package's docstrings. ``scripts/docs`` builds the site.
 
-The build asks the network for nothing, and neither do the pages: formulas become MathML, diagrams are text.
+The build asks the network for nothing, and neither do the pages: formulas become MathML, diagrams are text. It writes
+the results pages of the benchmarks and the light and dark forms of the pictures into folders that git ignores.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,17 @@ from sphinx.transforms import SphinxTransform
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+REPOSITORY = ""
+"""The address of the project's repository: empty until there is one. What would need it is left out until then."""
 
 project = "lightning-hetero"
+copyright = "the lightning-hetero developers"
 version = release = installed(project)
 html_title = f"{project} {version}"
 html_theme = "furo"
 html_math_renderer = "mathml"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
@@ -39,13 +47,61 @@ python_maximum_signature_line_length = 88
 add_module_names = False
 napoleon_numpy_docstring = False
 
-INCLUDED = {"CONTRIBUTING.md": "reference/contributing", "CHANGELOG.md": "reference/changelog", "README.md": "index"}
+RESULTS = DOCS / "results"  # a page for each benchmark: its results.md
+PAPERS = DOCS / "_build" / "pictures"  # light and dark forms of pictures that hold both
+
+INCLUDED = {
+    "CONTRIBUTING.md": "reference/contributing",
+    "CHANGELOG.md": "reference/changelog",
+    "README.md": "index",
+    **{f"benchmarks/{path.parent.name}/results.md": f"results/{path.parent.name}"
+       for path in (ROOT / "benchmarks").glob("*/results.md")},
+}  # fmt: skip
+
+
+def write_results_pages(app: Sphinx) -> None:
+    """Writes a page for each benchmark which includes its results; the search leaves these out."""
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    RESULTS.mkdir()
+    for name, page in INCLUDED.items():
+        if page.startswith("results/"):
+            text = f"---\nnosearch: true\n---\n\n```{{include}} ../../{name}\n:relative-docs: docs/\n```\n"
+            (DOCS / f"{page}.md").write_text(text, encoding="utf-8")
+
+
+class BothPapers(SphinxTransform):
+    """Shows a picture's form for light or for dark paper, as the site's own switch says.
+
+    A picture in an ``<img>`` only knows what the reader's system prefers, not what the page has been switched to.
+    """
+
+    default_priority = 10
+    DARK = re.compile(r"@media \(prefers-color-scheme:dark\)\{((?:[^{}]*\{[^{}]*\})*)\}")
+
+    def apply(self, **kwargs: Any) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            file = (Path(self.env.doc2path(self.env.docname)).parent / image["uri"]).resolve()
+            if file.suffix != ".svg" or not file.exists():
+                continue
+            text = file.read_text(encoding="utf-8")
+            if self.DARK.search(text) is None:
+                continue
+            papers = {"light": self.DARK.sub("", text), "dark": self.DARK.sub(lambda found: found[1], text)}
+            shown = []
+            for paper, drawn in papers.items():
+                PAPERS.mkdir(parents=True, exist_ok=True)
+                (PAPERS / f"{file.stem}-{paper}.svg").write_text(drawn, encoding="utf-8")
+                one = image.deepcopy()
+                one["uri"] = f"/_build/pictures/{file.stem}-{paper}.svg"
+                one["classes"] = [*image["classes"], f"only-{paper}"]
+                shown.append(one)
+            image.parent.replace(image, shown)
 
 
 class LinksBeside(SphinxTransform):
     """Links to what is not in this folder: to the page that includes it, else its path instead of a link.
 
-    On the code host the link leads to the file; the site does not know where that host is.
+    On the code host the link leads to the file; so it does on the site once `REPOSITORY` says where that host is.
     """
 
     default_priority = 10
@@ -59,6 +115,8 @@ class LinksBeside(SphinxTransform):
                 name = os.path.relpath(target, ROOT)
                 if name in INCLUDED:
                     link["reftarget"] = INCLUDED[name]
+                elif REPOSITORY and target.exists():
+                    link.replace_self(nodes.reference("", "", *link.children, refuri=f"{REPOSITORY}/blob/main/{name}"))
                 elif target.exists():
                     path = [nodes.Text(" ("), nodes.literal(text=name), nodes.Text(")")]
                     link.replace_self([*link.children, *(path if name not in link.astext() else [])])
@@ -90,7 +148,9 @@ def without_module_text(app: Sphinx, what: str, name: str, obj: object, options:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_transform(BothPapers)
     app.add_transform(LinksBeside)
+    app.connect("builder-inited", write_results_pages)
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("autodoc-process-docstring", without_module_text)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

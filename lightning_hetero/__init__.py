@@ -6,39 +6,101 @@
     Trainer(strategy="hetero_pipeline")          # or HeteroPipelineStrategy(backbone="model")
     Trainer(strategy="hetero_auto")              # the one of these that fits; or AutoStrategy()
     Trainer(strategy="hetero_federated")         # or FederatedStrategy(local_steps=10)
+
+Importing it imports neither torch nor Lightning: commands that only read files start at once. The names are registered
+when ``lightning.pytorch`` is imported, before or after this package, and so are the classes.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+import sys
+from functools import partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from lightning_hetero._version import __version__
-from lightning_hetero.auto.strategy import AutoStrategy
-from lightning_hetero.balanced.strategy import LoadBalancedStrategy
-from lightning_hetero.base.setup import refuse_elsewhere
-from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
-from lightning_hetero.controller.lyapunov import LyapunovController
-from lightning_hetero.emulate import Scenario
-from lightning_hetero.federated.strategy import FederatedStrategy
-from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
-from lightning_hetero.shares.policy import BalancePolicy
-from lightning_hetero.stale.strategy import BoundedStalenessStrategy
-
-_STRATEGIES = LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy, AutoStrategy
-for _strategy in _STRATEGIES:
-    _strategy.register_strategies(StrategyRegistry)
-    refuse_elsewhere(f"hetero_{_strategy.engine}")
 
 __all__ = [
-    "AutoStrategy",
-    "BalancePolicy",
-    "BatchRebalancer",
-    "BoundedStalenessStrategy",
-    "FederatedStrategy",
-    "HeteroPipelineStrategy",
-    "HeteroTrace",
-    "LoadBalancedStrategy",
-    "LyapunovController",
-    "Scenario",
-    "StragglerMonitor",
-    "ThrottleCallback",
-    "__version__",
-]
+    "AutoStrategy", "BalancePolicy", "BatchRebalancer", "BoundedStalenessStrategy", "FederatedStrategy",
+    "HeteroPipelineStrategy", "HeteroTrace", "LoadBalancedStrategy", "LyapunovController", "Scenario",
+    "StragglerMonitor", "ThrottleCallback", "__version__",
+]  # fmt: skip
+_STRATEGIES = {
+    "balanced": "LoadBalancedStrategy", "stale": "BoundedStalenessStrategy", "pipeline": "HeteroPipelineStrategy",
+    "federated": "FederatedStrategy", "auto": "AutoStrategy",
+}  # fmt: skip
+_REGISTRIES = {  # by package: where names are registered, and what refuses them there
+    "lightning.pytorch": ("StrategyRegistry", None),
+    "lightning.fabric": ("STRATEGY_REGISTRY", "refuse_fabric"),
+    "pytorch_lightning": ("StrategyRegistry", "refuse_other_package"),
+}
+
+if TYPE_CHECKING:
+    from lightning_hetero.public import *
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return getattr(import_module("lightning_hetero.public"), name)
+        if name.startswith("__") or find_spec(f"lightning_hetero.{name}") is None:
+            raise AttributeError(f"module 'lightning_hetero' has no attribute {name!r}")
+        return import_module(f"lightning_hetero.{name}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _made(name: str, **params: Any) -> object:
+    """Returns the strategy of this name, with the arguments it is registered with."""
+    return getattr(import_module("lightning_hetero.public"), name)(**params)
+
+
+def _refused(name: str, **_: Any) -> object:
+    return getattr(import_module("lightning_hetero.base.checks"), name)()
+
+
+class _Names(MetaPathFinder, Loader):
+    """Registers each name of stock DDP's, with ours in the place of ``ddp``, when a package has been imported."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.package:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.register()
+
+    def register(self) -> None:
+        registry_name, refusal = _REGISTRIES[self.package]
+        strategies = import_module(f"{self.package}.strategies")
+        registry = getattr(strategies, registry_name)
+        ddp = {n: entry["init_params"] for n, entry in registry.items() if entry["strategy"] is strategies.DDPStrategy}
+        forked = {n.replace("_spawn", "_forkserver"): p for n, p in ddp.items() if "_spawn" in n}
+        ddp |= {name: {**params, "start_method": "forkserver"} for name, params in forked.items()}
+        for engine, cls in _STRATEGIES.items():
+            make, about = partial(_refused, refusal) if refusal else partial(_made, cls), f"{cls} of lightning-hetero"
+            for name, params in ddp.items():
+                ours = name.replace("ddp", f"hetero_{engine}", 1)
+                registry.register(ours, make, description=about, override=True, **params)
+        mine = {name for name in sys.modules if name.startswith("lightning_hetero.")}
+        if refusal is None and mine == {"lightning_hetero._version"}:  # else whoever asks imports them
+            import_module("lightning_hetero.public")  # command lines look for classes among those that are imported
+
+
+for _package in _REGISTRIES:
+    if _package in sys.modules:
+        _Names(_package).register()
+    else:
+        sys.meta_path.insert(0, _Names(_package))

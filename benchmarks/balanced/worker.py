@@ -27,7 +27,7 @@ from benchmarks.emulated import Emulated
 from benchmarks.steps import percentile
 from benchmarks.torchrun import as_rank
 from lightning_hetero import LoadBalancedStrategy, Scenario
-from lightning_hetero.emulate import Throttle
+from lightning_hetero.emulate.throttle import Throttle
 from lightning_hetero.solvers import apportion
 
 FEATURES = 16

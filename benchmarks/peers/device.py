@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from benchmarks.peers.cases import SPELL_STEP_S, Cluster
-from lightning_hetero.emulate import Throttle
-from lightning_hetero.emulate.throttle import scenario_steps
+from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 
 
 class Device:

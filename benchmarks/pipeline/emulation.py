@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.emulate import Pacer
+from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.types import AffineCost
 
 

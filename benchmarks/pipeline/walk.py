@@ -16,8 +16,8 @@ from benchmarks.pipeline.models import Net, dataset, make
 from benchmarks.pipeline.plans import Entry, policy_of
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
-from lightning_hetero.emulate import Pacer
 from lightning_hetero.emulate.links import SlowClock
+from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of

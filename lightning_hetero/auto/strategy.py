@@ -12,16 +12,19 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
 from lightning_hetero.auto.warm_up import WarmUp
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
 from lightning_hetero.base.own_data import own_data_in
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.base.setup import CHECKPOINT_KEY
@@ -35,6 +38,7 @@ from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.types import LossReduction
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -57,7 +61,17 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
             updates are not those of one process; it is taken where it is more than 10 % faster than the others.
         warm_up_s: aimed-at time of the steps that tell how much a device's times differ [s].
         options: arguments of engines, by name, e.g. ``{"stale": {"bound": 2}}``.
-        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`.
+        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
+            devices, as under DDP.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule works too.
+        own_data: whether each rank's train dataset has different samples under the same index; ``None``: three samples
+            are read and compared.
+        monitor: print one line about the ranks at the end of a fit.
+        accelerator: as in `DDPStrategy`; the Trainer sets it.
+        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
     Raises:
         ValueError: an argument is out of range; when a fit begins: no engine trains the module.
@@ -65,18 +79,21 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     """
 
     engine = "auto"
-    description = "The engine that fits devices and model"
 
     def __init__(
         self,
-        accelerator: Any = None,
         *,
         engines: Sequence[ChosenName] | None = None,
         warm_up_s: float = 1.0,
         options: Mapping[ChosenName, Mapping[str, Any]] | None = None,
-        **ddp: Any,
-    ) -> None:
-        super().__init__(accelerator=accelerator, **ddp)
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
+        )  # fmt: skip
         given = ENGINES if engines is None else engines
         names: list[Any] = [given] if isinstance(given, str) else list(given)
         if not names or set(names) - set(ENGINES):
@@ -87,7 +104,8 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
         self.warm_up_s = real("warm_up_s", warm_up_s, above=True, most=60.0)
         self.options = {name: dict(given) for name, given in (options or {}).items()}
         self.choice: Choice | None = None
-        self._given = {"accelerator": accelerator, **ddp}
+        of_all = {name: getattr(self.shared, name) for name in SharedSettings.__slots__}
+        self._given: dict[str, Any] = {**of_all, "monitor": monitor, "accelerator": accelerator, **ddp}
         self._chosen: HeteroStrategy[Any] | None = None
         self._scenario: Scenario | None = None
         self._state: dict[str, Any] = {}  # of a checkpoint, until there is an engine to take it

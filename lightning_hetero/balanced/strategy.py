@@ -20,13 +20,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.loaders import BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.run import BalancedRun
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
@@ -40,6 +43,7 @@ from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
+from lightning_hetero.types import LossReduction
 
 
 class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
@@ -69,7 +73,17 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         sample_costs: the work of each sample of the train dataset, by index, where it is known before loading: each
             rank's part of a global batch is then cut by work, not by number. A method ``sample_cost(i)`` of the dataset
             serves too. Gradients stay means over samples.
-        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`.
+        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
+            devices, as under DDP.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule works too.
+        own_data: whether each rank's train dataset has different samples under the same index; ``None``: three samples
+            are read and compared.
+        monitor: print one line about the ranks at the end of a fit.
+        accelerator: as in `DDPStrategy`; the Trainer sets it.
+        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -78,7 +92,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     """
 
     engine = "balanced"
-    description = "Load-balanced DDP"
     refusals = Refusals(
         lbfgs="LBFGS decides from the loss whether to evaluate again, and the loss differs between ranks, so the ranks"
         " would part ways (as they can under strategy='ddp'); use one device or another optimizer"
@@ -86,7 +99,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
 
     def __init__(
         self,
-        accelerator: Any = None,
         *,
         predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
@@ -99,9 +111,14 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
         sample_costs: Sequence[float] | None = None,
-        **ddp: Any,
-    ) -> None:
-        super().__init__(accelerator=accelerator, **ddp)
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
+        )  # fmt: skip
         check_counts(exchange_every=exchange_every)
         check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)
@@ -123,7 +140,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
         if self.world_size > 1:
-            self.settings.bounds.check_ranks(self.world_size)
+            self.settings.bounds.check_ranks(self.world_size, self.shared.global_batch_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
         run = BalancedRun(trainer, self, self.settings)

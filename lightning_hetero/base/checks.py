@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.transport.failures import FailureBoard, lost_contact
@@ -92,24 +93,26 @@ def check_controller(given: Any) -> Any:
     )
 
 
-def check_ddp_arguments(kwargs: Mapping[str, Any], strategy: type) -> None:
-    """Refuses what neither a strategy nor DDP knows.
+def check_ddp_arguments(given: Mapping[str, Any], strategy: type) -> dict[str, Any]:
+    """Refuses what neither a strategy nor DDP knows; returns those for `DistributedDataParallel`.
 
     Args:
-        kwargs: what the strategy would pass on to `DDPStrategy` and `DistributedDataParallel`.
-        strategy: class of the strategy, whose own arguments and whose bases' may be meant.
+        given: what the strategy would pass on to `DDPStrategy`.
+        strategy: class of the strategy, whose own arguments may be meant.
 
     Raises:
         TypeError: an unknown argument; names the nearest known one.
     """
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
-    known.add("model_averaging_period")
-    for name in kwargs:
-        if name not in known:
-            own = {parameter for base in strategy.__mro__ for parameter in inspect.signature(base.__init__).parameters}
-            near = difflib.get_close_matches(name, sorted(known | own), n=1)
+    of_ddp, of_wrapper, own = (
+        set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs", "module"}
+        for cls in (DDPStrategy, DistributedDataParallel, strategy)
+    )
+    for name in given:
+        if name not in of_ddp | of_wrapper:
+            near = difflib.get_close_matches(name, sorted(of_ddp | of_wrapper | own), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{strategy.__name__} and DistributedDataParallel have no argument {name!r}{hint}")
+    return {name: value for name, value in given.items() if name not in of_ddp - {"model_averaging_period"}}
 
 
 def check_averaging(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:

@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.checks import check_choice, check_counts
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.orders import OrderFinder
 from lightning_hetero.base.own_data import own_data_in
 from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part
@@ -25,37 +24,9 @@ from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
 from lightning_hetero.data.order import Channel, EpochOrder
 from lightning_hetero.data.stream import RebatchedStream, StreamMode
-from lightning_hetero.types import LossReduction
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedSettings:
-    """The arguments on batches that mean the same to every engine; see `HeteroStrategy`.
-
-    Raises:
-        ValueError, TypeError: one is no such argument.
-    """
-
-    global_batch_size: int | None = None
-    batch_sampler: Literal["refuse", "pool"] = "refuse"
-    loss_reduction: LossReduction = "mean"
-    batch_weight: Callable[[Any], float] | None = None
-    own_data: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_counts(global_batch_size=self.global_batch_size)
-        check_choice("batch_sampler", self.batch_sampler, ("refuse", "pool"))
-        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        check_choice("own_data", self.own_data, (None, True, False))
-        if not (self.batch_weight is None or callable(self.batch_weight)):
-            raise TypeError(f"batch_weight={self.batch_weight!r} must be a function of the batch, or None")
-
-    def weight_in(self, module: nn.Module) -> Callable[[Any], float] | None:
-        """Returns what counts a batch, as given or the module's own method; None: samples count."""
-        return self.batch_weight or getattr(module, "batch_weight", None)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

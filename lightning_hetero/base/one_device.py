@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
+from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.data.batches import HandedParts
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
@@ -113,8 +113,13 @@ class OrderFinder:
     def batch_of_all(self, spec: LoaderSpec) -> int:
         """Samples of a full global batch: as asked, as in the checkpoint of another world size, or as DDP's."""
         world = self._channel.world_size
-        if self._global_batch_size is not None:
-            return self._global_batch_size
+        if (asked := self._global_batch_size) is not None:
+            if spec.samples is not None and asked > spec.samples:
+                rank_zero_warn(
+                    f"global_batch_size={asked} is more than the {spec.samples} samples of the train loader: an epoch"
+                    " is one step"
+                )
+            return asked
         assert spec.batch_size is not None
         stored = self.resume.get("global_batch_size")
         if stored and self.resume.get("world_size") != world and self.resume.get("batch_size") == spec.batch_size:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.checks import refuse_fabric, refuse_other_package
 from lightning_hetero.callbacks.observers import never_raises
 from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy
-
     from lightning_hetero.base.run import EngineRun
 
 CHECKPOINT_KEY = "lightning_hetero"
@@ -50,43 +45,3 @@ def sum_up(run: EngineRun[Any], last_report: Callable[[], StepReport | None], *,
     monitored = any(isinstance(callback, StragglerMonitor) for callback in compat.trainer_callbacks(run.trainer))
     if told and not monitored and (summary := run.summary()):
         rank_zero_info(summary)
-
-
-def register(cls: type[DDPStrategy], registry: Any, name: str, description: str) -> None:
-    """Registers ``name`` and its launchers, each also with DDP's ``find_unused_parameters`` spelt out.
-
-    Launchers are ``_spawn``, ``_fork``, ``_forkserver`` and ``_notebook``; the names are built as DDP's are.
-
-    Args:
-        cls: the strategy.
-        registry: Lightning's registry of the Trainer's strategies.
-        name: the alias, e.g. ``hetero_balanced``.
-        description: a few words; the launcher is added to them.
-    """
-    for suffix, start_method in (
-        ("", "popen"),
-        ("_spawn", "spawn"),
-        ("_fork", "fork"),
-        ("_forkserver", "forkserver"),
-        ("_notebook", "fork"),
-    ):
-        for unused, more in (
-            ("", {}),
-            ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-            ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-        ):
-            registry.register(
-                f"{name}{suffix}{unused}",
-                cls,
-                description=f"{description} with `start_method` '{start_method}' {more or ''}".strip(),
-                start_method=start_method,
-                override=True,  # of what our Hydra plugin has registered before this was imported
-                **more,
-            )
-
-
-def refuse_elsewhere(name: str) -> None:
-    """Puts a reason under ``name`` where it cannot work: in Fabric, and in ``pytorch_lightning`` if it is imported."""
-    STRATEGY_REGISTRY.register(name, refuse_fabric, description="for the Trainer only")
-    if (other := sys.modules.get("pytorch_lightning.strategies")) is not None:
-        other.StrategyRegistry.register(name, refuse_other_package, description="for lightning.pytorch only")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from typing_extensions import Unpack
 
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
 from lightning_hetero.base.checks import (
     check_averaging,
     check_choice,
@@ -25,14 +26,13 @@ from lightning_hetero.base.checks import (
     naming_damage,
     naming_full_disk,
 )
-from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.metrics import gather_unequal
 from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, register, sum_up
+from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
@@ -59,17 +59,11 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
             name on the LightningModule serves too.
         monitor: say in one line at the end of a fit who did what. Numbers while training: `StragglerMonitor`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in `DDPStrategy`.
-        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: as in `DDPStrategy`; refused on several devices by an engine
-            without DDP's all-reduce.
-        process_group_backend, timeout, start_method: as in `DDPStrategy`.
-        **kwargs: of `DistributedDataParallel`. An engine without it has no use for them on several devices: those that
-            change what is trained are refused there, others named in one warning; parameters that a loss does not use
-            need no ``find_unused_parameters``.
+        accelerator: as in `DDPStrategy`; the Trainer sets it.
+        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
     Attributes:
         engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
-        description: a few words, for Lightning's registry.
         refusals: what the engine refuses on several devices.
         evaluates: whether the engine takes part in evaluations outside of a fit.
 
@@ -79,57 +73,32 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     """
 
     engine: ClassVar[str]
-    description: ClassVar[str]
     refusals: ClassVar[Refusals] = Refusals()
     evaluates: ClassVar[bool] = False
 
     def __init__(
         self,
-        accelerator: Any = None,
         *,
-        global_batch_size: int | None = None,
-        batch_sampler: Literal["refuse", "pool"] = "refuse",
-        loss_reduction: LossReduction = "mean",
-        batch_weight: Callable[[Any], float] | None = None,
-        own_data: bool | None = None,
-        monitor: bool = True,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable | None = None,
-        ddp_comm_wrapper: Callable | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(seconds=1800),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
-    ) -> None:
-        if kwargs.pop("controller", None) is not None:  # Hydra's group of that name is above every engine's
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+    ) -> None:  # fmt: skip
+        if cast("dict[str, Any]", ddp).pop("controller", None) is not None:  # Hydra's group is above every engine's
             other = "HeteroPipelineStrategy(controller=...)"
             raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
-        check_ddp_arguments(kwargs, type(self))
+        self.ddp_arguments = check_ddp_arguments(ddp, type(self))
         self.shared = SharedSettings(
-            global_batch_size=global_batch_size,
-            batch_sampler=batch_sampler,
-            loss_reduction=loss_reduction,
-            batch_weight=batch_weight,
-            own_data=own_data,
-        )
-        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data,
+        )  # fmt: skip
+        check_choice("start_method", ddp.get("start_method", "popen"), ("popen", "spawn", "fork", "forkserver"))
         check_flags(monitor=monitor)
+        timeout = ddp.setdefault("timeout", timedelta(seconds=1800))
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin, ddp_comm_state=ddp_comm_state, ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper, process_group_backend=process_group_backend, timeout=timeout,
-            start_method=start_method, **kwargs,
-        )  # fmt: skip
+        super().__init__(accelerator=accelerator, **ddp)
         self.timeout = timeout
-        self.ddp_arguments = kwargs
-        self._comm_arguments = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        self._comm_arguments = ddp.get("ddp_comm_state"), ddp.get("ddp_comm_hook"), ddp.get("ddp_comm_wrapper")
         self._monitor = monitor
         self._checked = False  # arguments against several devices
         self._run: Run | None = None
@@ -384,8 +353,3 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return None if self._run is None else self._run.summary()
 
     # ---- names ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers ``hetero_<engine>`` and its launchers: ``_spawn``, ``_fork``, ``_forkserver``, ``_notebook``."""
-        register(cls, strategy_registry, f"hetero_{cls.engine}", cls.description)

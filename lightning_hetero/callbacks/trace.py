@@ -6,11 +6,16 @@ import contextlib
 import os
 import platform
 import secrets
+import subprocess
 import time
 from typing import Any
 
+import lightning
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero._version import __version__
 from lightning_hetero.callbacks.observers import never_raises, watch_again
 from lightning_hetero.callbacks.reporting import EventSource, event_source, reporting_of
 from lightning_hetero.callbacks.work import count_samples
@@ -18,6 +23,9 @@ from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 
 _RUNS = "hetero_trace"  # in a checkpoint: the run's id by folder, as given
+_SETTINGS = ("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "num_nodes", "num_devices")
+_COMMIT = "git --no-optional-locks describe --always --dirty --abbrev=12 --exclude=*"
+_COMMIT_S = 2.0  # to look for changes may take longer in a huge checkout; then the run has no commit
 
 
 class HeteroTrace(Callback):
@@ -26,8 +34,10 @@ class HeteroTrace(Callback):
     What is written comes from an `EventSource`: the strategy, else the first such callback of this Trainer.
     If there is none, e.g. under stock DDP without a `StragglerMonitor`, every batch gives a ``step`` event with
     ``samples`` and ``step_s``, the wall time from the batch's start to its end, waiting for peers included. An
-    exception that ends the fit becomes a ``fault`` event. Read the files with `lightning_hetero.cluster.read_events`,
-    which also documents the events.
+    exception that ends the fit becomes a ``fault`` event. Rank 0 notes what the module logs, too: what has ``loss`` in
+    its name every ``log_every_n_steps``, everything at the end of an epoch and of validation; and with what the run
+    began: versions, the Trainer's settings, ``hparams``, the commit of the working directory. Read the files with
+    `lightning_hetero.cluster.read_events`, which also documents the events.
 
     Each run has an id, which a checkpoint keeps: a resumed run goes on under it in the same files. Another run that
     writes into the same folder has another id, and readers take one of them. A file that cannot be written, e.g. on a
@@ -52,6 +62,8 @@ class HeteroTrace(Callback):
         self._rank, self._run, self._resumed = 0, "", False
         self._opened_s = 0.0
         self._batch_began_s = 0.0
+        self._noted: dict[str, float] = {}  # metrics, as written last
+        self._at: tuple[int, int] | None = None  # epoch and batch that ended last
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         dirpath = self.dirpath
@@ -68,6 +80,10 @@ class HeteroTrace(Callback):
         names, reporting = [f"{platform.node()} {trainer.strategy.root_device}"], reporting_of(trainer)
         about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
         about["unix_s"], path, world = time.time(), trace_path(dirpath, self._rank), trainer.world_size
+        self._noted, self._at = {}, None
+        if self._rank == 0:
+            about |= origin() | {"trainer": {name: getattr(trainer, name, None) for name in _SETTINGS}}
+            about["hparams"] = {str(name): str(value)[:200] for name, value in dict(pl_module.hparams).items()}
         self._writer = EventWriter(path, rank=self._rank, world_size=world, names=names, about=about, run=self._run)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -84,10 +100,26 @@ class HeteroTrace(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._at = trainer.current_epoch, batch_idx
+        every = compat.log_interval(trainer)
+        if every > 0 and (compat.logging_step(trainer) + 1) % every == 0 and not compat.accumulates_now(trainer):
+            self._note_metrics(trainer, "loss")
         if self._writer is None or self._drain() is not False or batch_idx % self.every_n_steps != 0:
             return
         data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
         self._write("step", trainer.current_epoch, batch_idx, data)
+
+    @never_raises
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_metrics(trainer)
+
+    @never_raises
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_metrics(trainer)
+
+    @never_raises
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drain()
@@ -103,6 +135,18 @@ class HeteroTrace(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+
+    def _note_metrics(self, trainer: Trainer, only: str = "") -> None:
+        """Writes what has changed of the metrics that Lightning has computed; on all ranks, so that one which is not
+        computed yet would be so on all. A number on a device is waited for, as Lightning's loggers do."""
+        if self._at is None:
+            return  # before the first batch
+        found = {name: value for name, value in trainer.callback_metrics.items() if only in name.lower()}
+        if self._rank == 0 and found:
+            known = {name: float(value) for name, value in found.items() if value.numel() == 1}
+            if new := {name: value for name, value in known.items() if self._noted.get(name) != value}:
+                self._noted |= new
+                self._write("metrics", *self._at, new)
 
     @never_raises
     def _drain(self) -> bool:
@@ -125,6 +169,16 @@ class HeteroTrace(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def origin() -> dict[str, Any]:
+    """Returns the versions that run and, where the working directory is in a checkout, its commit."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
+    found: dict[str, Any] = {"versions": {**versions, "lightning-hetero": __version__}}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(_COMMIT.split(), capture_output=True, text=True, timeout=_COMMIT_S, check=True)
+        found["commit"] = done.stdout.strip()
+    return found
 
 
 def _local(dirpath: str) -> str:

@@ -8,6 +8,5 @@
 
 from lightning_hetero.emulate.parts import Fault, Slowdown, SlowSpells, SpeedChange
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.emulate.throttle import Pacer, Throttle
 
-__all__ = ["Fault", "Pacer", "Scenario", "SlowSpells", "Slowdown", "SpeedChange", "Throttle"]
+__all__ = ["Fault", "Scenario", "SlowSpells", "Slowdown", "SpeedChange"]

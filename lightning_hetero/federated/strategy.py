@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.metrics import is_mean
@@ -26,6 +29,7 @@ from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.types import LossReduction
 
 
 class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
@@ -53,9 +57,17 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
             ``None``: a lost rank ends the run, as under DDP.
         liveness_s: with ``min_clients``, silence after which a rank is left out where the others meet.
-        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. ``global_batch_size`` is
-            the sum of the batches of a local step, where the policy re-sizes them. Those of `DistributedDataParallel`,
-            which is not used here, are refused or named in a warning.
+        global_batch_size: samples of all ranks per local step, where the policy re-sizes batches; ``None``: the sum of
+            the ranks' own batch sizes.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule works too.
+        own_data: whether each rank's train dataset has different samples under the same index; ``None``: three samples
+            are read and compared.
+        monitor: print one line about the ranks at the end of a fit.
+        accelerator: as in `DDPStrategy`; the Trainer sets it.
+        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
     Raises:
         ValueError: an argument is out of range, or would be ignored.
@@ -64,12 +76,10 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     """
 
     engine = "federated"
-    description = "Federated averaging"
     refusals = REFUSALS
 
     def __init__(
         self,
-        accelerator: Any = None,
         *,
         local_steps: int = 10,
         policy: RoundPolicyName | RoundPolicy = "lb-bsp",
@@ -82,13 +92,18 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         participation: float = 1.0,
         min_clients: int | None = None,
         liveness_s: float = 30.0,
-        **ddp: Any,
-    ) -> None:
-        super().__init__(accelerator=accelerator, **ddp)
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
+        )  # fmt: skip
         if self.shared.own_data is False:
             raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
-        ShareBounds(lower=min_samples, upper=max_samples)  # refuses what is no number of samples
+        self.bounds = ShareBounds(lower=min_samples, upper=max_samples)
         given: dict[str, Any] = {} if predictor == "kalman" else {"predictor": predictor}
         given |= {} if dead_band == 0.02 else {"dead_band": dead_band}
         if isinstance(policy, RoundPolicy):
@@ -108,11 +123,17 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if self.world_size > 1:
+            self.bounds.check_ranks(self.world_size)
+            if (self.settings.min_clients or 1) > self.world_size:
+                raise ValueError(
+                    f"min_clients={self.settings.min_clients} must be at most the number of ranks, {self.world_size}"
+                )
+
     def begin(self, trainer: Trainer) -> FederatedRun:
-        least = self.settings.min_clients
-        if least is not None:
-            if least > self.world_size:
-                raise ValueError(f"min_clients={least} must be at most the number of ranks, {self.world_size}")
+        if self.settings.min_clients is not None:
             self.find_nodes()
         return FederatedRun(trainer, self, self.settings, self._invitation)
 

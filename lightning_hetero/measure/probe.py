@@ -59,7 +59,6 @@ def probe_cluster(
     group: dist.ProcessGroup,
     device: torch.device,
     *,
-    given: Cluster | None = None,
     direct: str = "",
     communicators: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -72,7 +71,6 @@ def probe_cluster(
     Args:
         group: the ranks in question; with gloo and accelerators, copies to and from the host count for the links.
         device: this rank's.
-        given: used in place of measuring anything, e.g. an emulated cluster.
         direct: backend of messages from device to device, e.g. ``nccl``, the same on all ranks, which are then all of
             the default group's; of use if each has a device to itself. Empty: the group carries what is sent.
         communicators: of ``direct`` that training will have on a rank; what one takes of its memory is measured.
@@ -83,17 +81,9 @@ def probe_cluster(
         ``host/cpu:<rank>``.
 
     Raises:
-        ValueError: ``given`` has not one device per rank of the group.
         RuntimeError: a rank failed or did not answer within the group's timeout.
     """
     size, rank, on = dist.get_world_size(group), dist.get_rank(group), device_of(device)
-    if given is not None:
-        if len(given.devices) != size:
-            raise ValueError(
-                f"the given cluster has {len(given.devices)} devices, but the group has {size} ranks: describe one"
-                " device per rank"
-            )
-        return given
 
     def gathered(value: Any) -> list[Any]:
         values: list[Any] = [None] * size

@@ -16,9 +16,12 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_controller, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.callbacks.throttle import ThrottleCallback
@@ -53,7 +56,7 @@ from lightning_hetero.pipeline.fit.wires import PipelineSettings, PlanSettings
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
-from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
+from lightning_hetero.types import Cluster, LossReduction, ModelCost, PipelinePlan
 
 
 class HeteroPipelineStrategy(WholeCheckpointsDDP):
@@ -84,8 +87,17 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         emulate_links: let activations, sums of gradients and layers that move take the time they would on the links of
             ``cluster``.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
-        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
-            `DistributedDataParallel`, which is not used here, are refused or named in a warning.
+        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
+            devices, as under DDP.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule works too.
+        own_data: whether each rank's train dataset has different samples under the same index; ``None``: three samples
+            are read and compared.
+        monitor: print one line about the ranks at the end of a fit.
+        accelerator: as in `DDPStrategy`; the Trainer sets it.
+        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -94,13 +106,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     """
 
     engine = "pipeline"
-    description = "Pipelines of unequal devices"
     refusals = REFUSALS
     evaluates = True
 
     def __init__(
         self,
-        accelerator: Any = None,
         *,
         backbone: str | Sequence[str] | None = None,
         micro_batch_size: int | None = None,
@@ -113,9 +123,14 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         checkpoint_layers: bool = False,
         emulate_links: bool = False,
         stream: Literal["shared"] | None = None,
-        **ddp: Any,
-    ) -> None:
-        super().__init__(accelerator=accelerator, **ddp)
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
+        )  # fmt: skip
         check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
         check_choice("stream", stream, (None, "shared"))
@@ -142,6 +157,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if self.world_size > 1:
+            self.plan_settings.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> PipelineRun:
         assert self.cluster_environment is not None

@@ -5,7 +5,8 @@ its id: a folder may hold several runs, and two may write to it at once. Kinds a
 keys that they do not know):
 
     run       version (of this schema), world_size, names (of the devices this rank uses), unix_s (when it was
-              opened), strategy (class), engine and what its figures are read against, e.g. policy and bound; the
+              opened), strategy (class), engine and what its figures are read against, e.g. policy and bound; versions
+              (by package), commit (of the working directory), trainer and hparams (its settings, the module's); the
               first line of a file, and again where a resumed run goes on writing
     step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch). The balanced
               engine adds work (of these samples, in the user's items), the stale one writes one per contribution,
@@ -14,6 +15,7 @@ keys that they do not know):
     decision  shares (samples per rank), predicted_s (step time expected of them), predicted_gain (part of a batch's
               time), reason (in words); under a controller also kind, generation, queues, and who rests, or the plan
     outcome   generation, measured_s, predicted_gain, realised_gain, of an earlier decision of a controller
+    metrics   by name, what the run has logged: losses while it trains, all at the end of an epoch (rank 0)
     queue     queues: by constraint of a budget, how many batches' budget are overspent (controller; rank 0)
     server    what the server has counted so far, when it was asked (stale engine), see its `Counts.as_dict`
     memory    what a rank has learned of its memory (balanced engine)

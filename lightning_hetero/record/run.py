@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -20,6 +20,7 @@ from lightning_hetero.types import Event, SpeedSample
 
 _APART = ("stale", "federated")  # engines whose ranks do not end a step together
 _COMPARED = 3  # batches before and after a change
+_SHORT = 0.9  # of the usual batch; an epoch's last one that is smaller is not full
 _ADDED = ("samples", "compute_s", "wait_s", "work")  # of several contributions to one step
 
 
@@ -29,14 +30,33 @@ class Turn(SpeedSample):
 
     Attributes:
         end_s: when it was over, on the run's clock.
+        parts: the contributions, where there were several; their clock is that of the rank's trace.
     """
 
     end_s: float
+    parts: tuple[Turn, ...] = ()
 
     @property
     def begin_s(self) -> float:
         """When its work began, on the run's clock."""
+        if self.parts:
+            return self.end_s - (self.parts[-1].end_s - self.parts[0].begin_s)
         return self.end_s - self.wait_s - self.compute_s
+
+    def slices(self, waits_s: Mapping[str, float]) -> Iterator[tuple[Turn, str, float, float]]:
+        """Yields what it did, in order: contribution, ``work`` or a kind of waiting, from, to [s].
+
+        Args:
+            waits_s: how long it waited in all, by kind; each contribution has its part of each.
+        """
+        parts = self.parts or (self,)
+        for part in parts:
+            at_s = part.begin_s + self.end_s - parts[-1].end_s
+            scale = 1.0 if len(parts) == 1 else part.wait_s / self.wait_s if self.wait_s > 0.0 else 0.0
+            for kind, seconds in {"work": part.compute_s, **{k: scale * s for k, s in waits_s.items()}}.items():
+                if seconds > 0.0:
+                    yield part, kind, at_s, at_s + seconds
+                    at_s += seconds
 
     @property
     def items(self) -> float:
@@ -46,11 +66,16 @@ class Turn(SpeedSample):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStep:
-    """One step of the run; ``turns`` by rank, of those that took part."""
+    """One step of the run; ``turns`` by rank, of those that took part.
+
+    Attributes:
+        groups: of a pipeline, ranks that are stages of one group, so that they work on the same samples.
+    """
 
     epoch: int
     index: int
     turns: Mapping[int, Turn]
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def samples(self) -> float:
@@ -66,6 +91,14 @@ class RunStep:
     def slowest(self) -> int:
         """The rank with the most work."""
         return max(self.turns, key=lambda rank: self.turns[rank].compute_s)
+
+    def samples_of(self, ranks: int) -> tuple[int, ...]:
+        """Returns what each of so many ranks worked on; 0: it took no part."""
+        own = [round(self.turns[rank].samples) if rank in self.turns else 0 for rank in range(ranks)]
+        for group in self.groups:  # only a group's first stage is told its samples
+            for rank in group:
+                own[rank] = own[group[0]]
+        return tuple(own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +139,7 @@ class RecordedRun:
         batches: number of steps, those without such a measurement included.
         changes: in order.
         queues: by step number: batches' budget overspent, by constraint.
+        metrics: by step number: what the run logged, e.g. its losses, by name.
         counts: what the stale engine's server had counted when it was last asked.
         plan: what a pipeline run began with: plan, cluster, profile; empty elsewhere.
         about: what else the trace's first line said, e.g. policy and bound.
@@ -120,6 +154,7 @@ class RecordedRun:
     batches: int = 0
     changes: tuple[RunChange, ...] = ()
     queues: tuple[tuple[int, Mapping[str, float]], ...] = ()
+    metrics: tuple[tuple[int, Mapping[str, float]], ...] = ()
     counts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -144,12 +179,22 @@ class RecordedRun:
         return taken or [step.step_s for step in chosen]
 
     @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks of whom the trace has nothing: their files are missing."""
+        found = {*self.devices, *(rank for step in self.steps for rank in step.turns)}
+        return tuple(rank for rank in range(self.ranks) if rank not in found)
+
+    @property
     def full(self) -> list[int]:
-        """Numbers of the steps on a full global batch; of engines whose ranks do not end a step together, all."""
-        if not self.meets:
-            return list(range(len(self.steps)))
-        counts = Counter(round(step.samples) for step in self.complete).most_common(1)
-        return [n for n, s in enumerate(self.steps) if counts and round(s.samples) == counts[0][0]]
+        """Numbers of the steps on a full global batch. Without a common end of a step ranks' samples do not add up to
+        the same number in each; what is less than the others is then the end of an epoch."""
+        if self.meets:
+            counts = Counter(round(step.samples) for step in self.complete).most_common(1)
+            return [n for n, s in enumerate(self.steps) if counts and round(s.samples) == counts[0][0]]
+        usual = median([step.samples for step in self.steps]) if self.steps else 0.0
+        last = {step.epoch: n for n, step in enumerate(self.steps)}
+        short = {n for n in last.values() if self.steps[n].samples < _SHORT * usual}
+        return [n for n in range(len(self.steps)) if n not in short]
 
     @property
     def sees_waiting(self) -> bool:
@@ -157,8 +202,8 @@ class RecordedRun:
         return all(self.devices.get(rank, "").rpartition(" ")[2].startswith("cpu") for rank in range(self.ranks))
 
     def samples_of(self, step: RunStep) -> tuple[int, ...]:
-        """Returns what each rank computed in a step; 0: it took no part."""
-        return tuple(round(step.turns[rank].samples) if rank in step.turns else 0 for rank in range(self.ranks))
+        """Returns what each rank worked on in a step; 0: it took no part."""
+        return step.samples_of(self.ranks)
 
     def records_of(self, step: RunStep) -> tuple[SpeedSample, ...]:
         """Returns a step as the engines' decide code takes it, of all ranks."""
@@ -228,8 +273,14 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
     for rank, own in by_rank.items():
         for tag, turn in _turns(own).items():
             turns.setdefault(tag, {})[rank] = turn
-    steps = [RunStep(epoch=e, index=i, turns=found) for (e, i), found in sorted(turns.items())]
-    number = {(step.epoch, step.index): n for n, step in enumerate(steps)}
+    number = {tag: n for n, tag in enumerate(sorted(turns))}
+    changes = tuple(_changes(by_rank, number))
+    plans = [(_number(event, number) - 1, named(event.data.get("plan"))) for event in _of_kind(by_rank, "plan")]
+    plans += [(change.step, change.plan) for change in changes if change.plan and not change.cancelled]
+    plans.sort(key=lambda one: one[0])
+    steps = [
+        RunStep(epoch=e, index=i, turns=turns[e, i], groups=_groups(plans, n)) for (e, i), n in number.items()
+    ]
 
     def last(kind: str) -> Mapping[str, Any]:
         return next((event.data for event in reversed(_of_kind(by_rank, kind))), named(None))
@@ -241,10 +292,17 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         devices={rank: ", ".join(map(str, found[-1].get("names") or ())) for rank, found in opened.items()},
         steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
         batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
-        changes=tuple(_changes(by_rank, number)), queues=tuple(_queues(by_rank, number)),
+        changes=changes, queues=tuple(_queues(by_rank, number)),
+        metrics=tuple((_number(e, number), e.data) for e in _of_kind(by_rank, "metrics")) if steps else (),
         counts=last("server"), plan=last("plan"), about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
     )  # fmt: skip
+
+
+def _groups(plans: Sequence[tuple[int, Mapping[str, Any]]], number: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of the plan that a step is under; a plan is decided in the step before its first one."""
+    in_force = [plan for step, plan in plans if step < number]
+    return tuple(tuple(group["ranks"]) for group in in_force[-1].get("groups", ())) if in_force else ()
 
 
 def _of_kind(by_rank: Mapping[int, Sequence[Event]], *kinds: str) -> list[Event]:
@@ -275,7 +333,7 @@ def _turns(events: Sequence[Event]) -> dict[tuple[int, int], Turn]:
         turn, tag = Turn(**asdict(sample), end_s=last_s), (event.epoch, event.step)
         if (before := found.get(tag)) is not None and event.data.get("fill_in"):
             sums = {part: getattr(before, part) + getattr(turn, part) for part in _ADDED}
-            turn = replace(turn, **sums)
+            turn = replace(turn, **sums, parts=(*(before.parts or (before,)), turn))
         found[tag] = turn
     return found
 

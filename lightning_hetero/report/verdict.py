@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_hetero.record.ledger import Ledger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.scores import Scores
-from lightning_hetero.report.spent import Outlier, StepStage, StepStages, Waiting, outliers_of
+from lightning_hetero.report.spent import Outlier, StepStage, StepStages, outliers_of
 from lightning_hetero.report.what_if import Alternatives
 
 _LITTLE = 0.03  # of the ranks' time
@@ -72,7 +73,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def verdict_of(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: Alternatives | None) -> Verdict:
+def verdict_of(run: RecordedRun, waiting: Ledger, scores: Scores | None, what: Alternatives | None) -> Verdict:
     """Returns the verdict on a run."""
     if not run.steps:
         return Verdict(
@@ -93,7 +94,7 @@ def verdict_of(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: 
     )
 
 
-def _cause(run: RecordedRun, waiting: Waiting, scores: Scores | None) -> str:
+def _cause(run: RecordedRun, waiting: Ledger, scores: Scores | None) -> str:
     if _exchanges_much(waiting):
         return f"{percent(waiting.exchange)} of the time went into the exchange of gradients, which all ranks wait for."
     told = f"; {percent(waiting.exchange)} went into the exchange of gradients." if waiting.exchange > 0.005 else "."
@@ -121,7 +122,7 @@ def _cause(run: RecordedRun, waiting: Waiting, scores: Scores | None) -> str:
     return begun(cause) + told
 
 
-def _exchanges_much(waiting: Waiting) -> bool:
+def _exchanges_much(waiting: Ledger) -> bool:
     return waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited)
 
 
@@ -135,7 +136,7 @@ def begun(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _next_step(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: Alternatives | None) -> str:
+def _next_step(run: RecordedRun, waiting: Ledger, scores: Scores | None, what: Alternatives | None) -> str:
     if _exchanges_much(waiting):
         return (
             "Exchange less often or less: a larger batch per device, accumulate_grad_batches, or"

@@ -33,14 +33,20 @@ class ShareBounds:
         _check_numbers("min_samples", self.lower)
         _check_numbers("max_samples", self.upper)
 
-    def check_ranks(self, world_size: int) -> None:
-        """Checks what can be known before the global batch is.
+    def check_ranks(self, world_size: int, total: int | None = None) -> None:
+        """Checks what can be known before the train loader is.
+
+        Args:
+            world_size: number of ranks.
+            total: samples of the global batch, as far as they are known.
 
         Raises:
-            ValueError: a list of the wrong length, or bounds that cross.
+            ValueError: a list of the wrong length, bounds that cross, or least samples that are more than ``total``.
         """
         low = per_rank("min_samples", self.lower, world_size, 0)
         _check_order(low, per_rank("max_samples", self.upper, world_size, max(low)))
+        if total is not None:
+            replace(self, upper=None).resolve(world_size, total)
 
     def resolve(self, world_size: int, total: int, quantum: int = 1) -> tuple[list[int], list[int]]:
         """Returns bounds per rank as multiples of ``quantum``.
@@ -69,12 +75,13 @@ class ShareBounds:
             low[0] = least  # BatchNorm's statistics are rank 0's, as in any DDP
         low = [max(-(-a // quantum) * quantum, least) if a else 0 for a in low]
         up = [_down(b, quantum) if b >= least else 0 for b in up]
-        _check_order(low, up, f" (multiples of {quantum}{self._why()})")
         if sum(low) > total:
+            asks = "the default minimum" if self.lower is None else f"min_samples={self.lower!r}"
             raise ValueError(
-                f"min_samples={self.lower!r} asks for {sum(low)} samples on {world_size} ranks{self._why()}, but the"
-                f" global batch has {total}; lower min_samples or raise the global batch to at least {sum(low)}"
+                f"{asks} asks for {sum(low)} samples on {world_size} ranks{self._why()}, but the global batch has"
+                f" {total}; lower min_samples or raise the global batch to at least {sum(low)}"
             )
+        _check_order(low, up, f" (multiples of {quantum}{self._why()})" if quantum > 1 else "")
         if sum(up) < total:
             raise ValueError(
                 f"max_samples={self.upper!r} admits {sum(up)} samples on {world_size} ranks{self._why()}, but the"

@@ -16,10 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
@@ -36,6 +39,7 @@ from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.start import ServerSettings
+from lightning_hetero.types import LossReduction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +68,17 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             others. One without a sign of life for twelve times as long is left behind where the others meet.
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
-        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
-            `DistributedDataParallel`, which is not used here, are refused or named in a warning.
+        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
+            devices, as under DDP.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule works too.
+        own_data: whether each rank's train dataset has different samples under the same index; ``None``: three samples
+            are read and compared.
+        monitor: print one line about the ranks at the end of a fit.
+        accelerator: as in `DDPStrategy`; the Trainer sets it.
+        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -74,12 +87,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     """
 
     engine = "stale"
-    description = "Bounded-staleness parameter server"
     refusals = REFUSALS
 
     def __init__(
         self,
-        accelerator: Any = None,
         *,
         policy: PolicyName | Policy = "flexible",
         bound: int | None = None,
@@ -90,9 +101,14 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         liveness_s: float = 5.0,
         shards: int | None = None,
         transport: Literal["auto", "pairs"] = "auto",
-        **ddp: Any,
-    ) -> None:
-        super().__init__(accelerator=accelerator, **ddp)
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
+        )  # fmt: skip
         check_counts(shards=shards)
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))

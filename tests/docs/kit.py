@@ -19,7 +19,12 @@ from lightning_hetero.base.strategy import HeteroStrategy
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 THEORY, REFERENCE = DOCS / "theory", DOCS / "reference"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+WRITTEN = {DOCS / "results", DOCS / "_build"}  # by a build of the site
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if WRITTEN.isdisjoint(page.parents)),
+]
 
 
 def section(page: Path, title: str) -> str:

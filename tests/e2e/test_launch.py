@@ -112,6 +112,8 @@ if __name__ == "__main__":
     policy, settings = cli.trainer.strategy.policy, cli.trainer.strategy.settings
     said = {"dead_band": policy.dead_band, "predictor": type(policy.prototype).__name__}
     said["bounds"] = settings.bounds.upper
+    said["shared"] = cli.trainer.strategy.global_batch_size
+    said["ddp"] = cli.trainer.strategy._ddp_kwargs["find_unused_parameters"]
     Path("cli.json").write_text(json.dumps(said))
 """
 
@@ -218,10 +220,11 @@ def test_lightning_cli_takes_the_class_path_and_its_arguments(tmp_path: Path) ->
         "accelerator": "cpu", "devices": "1", "max_epochs": "1", "logger": "false",
         "enable_checkpointing": "false", "strategy": "lightning_hetero.LoadBalancedStrategy",
         "strategy.dead_band": "0.1", "strategy.predictor": "ewma", "strategy.max_samples": "[16]",
+        "strategy.global_batch_size": "64", "strategy.find_unused_parameters": "true",
     }  # fmt: skip
     done = run(["main.py", "fit", *(f"--trainer.{k}={v}" for k, v in trainer.items())], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads((tmp_path / "cli.json").read_text())
-    assert said == {"dead_band": 0.1, "predictor": "Ewma", "bounds": [16]}
+    assert said == {"dead_band": 0.1, "predictor": "Ewma", "bounds": [16], "shared": 64, "ddp": True}
     assert json.loads((tmp_path / "rank0.json").read_text())["strategy"] == "LoadBalancedStrategy"
     assert left_in(tmp_path, grace_s=5.0) == []

@@ -237,14 +237,14 @@ def of_example(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize("name", [name for name in names("strategy") if name != "ddp"])
 def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str, name: str) -> None:
     at = "trainer.strategy"
-    balanced = [f"{at}.min_samples=[2,2]", f"{at}.predictor=ewma"]
+    balanced = [f"{at}.min_samples=[2,2,2,2]", f"{at}.predictor=ewma"]
     more = {"hetero_balanced": balanced, "hetero_pipeline": ["+hetero/cluster=islands"]}.get(name, [])
-    cfg = of_example(f"trainer={trainer}", "trainer.devices=2", f"+hetero/strategy@{at}={name}", *more)
+    cfg = of_example(f"trainer={trainer}", "trainer.devices=4", f"+hetero/strategy@{at}={name}", *more)
     trainer_of = instantiate(cfg.trainer, callbacks=[], logger=False)
     strategy = trainer_of.strategy
-    assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 2
+    assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 4
     if name == "hetero_balanced":
-        assert strategy.settings.bounds.lower == [2, 2] and type(strategy.policy.prototype).__name__ == "Ewma"
+        assert strategy.settings.bounds.lower == [2, 2, 2, 2] and type(strategy.policy.prototype).__name__ == "Ewma"
     if name == "hetero_pipeline":
         assert [device.speed for device in strategy.plan_settings.cluster.devices] == [1.0, 1.0, 0.5, 0.5]
 

@@ -19,7 +19,8 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
-from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
+from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.base.own_data import check_own_batches, indexed
 from lightning_hetero.callbacks.work import BatchCost
 from lightning_hetero.data.batches import Part

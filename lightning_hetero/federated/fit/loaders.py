@@ -11,7 +11,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.loaders import BoundLoader, LoaderBinder, SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
+from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, inspect_loader
 from lightning_hetero.federated.decide.rounds import Client

@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
 from lightning_hetero.federated.decide.rounds import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client

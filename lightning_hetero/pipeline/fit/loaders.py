@@ -16,7 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
+from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout

@@ -184,14 +184,12 @@ class Planner:
             return override_cluster(equal_cluster(world), speeds=[scenario.speed(rank, 0) for rank in range(world)])
         if given is None and self._settings.plan is not None and not self._settings.watched:
             return equal_cluster(world)  # nothing is decided by it
+        if isinstance(given, Cluster):
+            return given
         return probe_cluster(
-            self._channel.group,
-            self._step.device,
-            given=given if isinstance(given, Cluster) else None,
-            direct=self._carried.direct,
-            communicators=MOST_COMMUNICATORS,
+            self._channel.group, self._step.device, direct=self._carried.direct, communicators=MOST_COMMUNICATORS,
             dtype=self._carried.dtype,
-        )
+        )  # fmt: skip
 
     def _costs(self) -> tuple[ModelCost | None, int]:
         """Returns the costs, if they are given or needed, and the calls of the backbone."""

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
+from lightning_hetero.pipeline.decide.plans import check_plan
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
@@ -45,6 +46,20 @@ class PlanSettings:
     depth: Literal["auto"] | DepthRule = "auto"
     checkpoint_layers: bool = False
     watched: bool = False
+
+    def check_ranks(self, world_size: int) -> None:
+        """Checks what can be known before the module is.
+
+        Raises:
+            ValueError: the cluster or the plan is not one for so many ranks.
+        """
+        if isinstance(self.cluster, Cluster) and len(self.cluster.devices) != world_size:
+            raise ValueError(
+                f"cluster= describes {len(self.cluster.devices)} devices, but the Trainer has {world_size}: describe"
+                " one device per rank"
+            )
+        if self.plan is not None:
+            check_plan(self.plan, layers=self.plan.groups[0].cuts[-1], ranks=world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from lightning_hetero.record.ledger import Ledger
 from lightning_hetero.record.run import RecordedRun, named
 from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element, joined
 from lightning_hetero.report.page.views import Drawn, table
 from lightning_hetero.report.pipelines import PipelineFacts, bubble
-from lightning_hetero.report.spent import Waiting
 from lightning_hetero.report.verdict import milliseconds, percent
 
 _MOST_GROUPS = 4  # drawn
@@ -185,7 +185,7 @@ def per_sample_s(run: RecordedRun) -> float:
     return fmean(run.taken_s()) * len(run.steps) / samples if samples else math.nan
 
 
-def _waiting(figure: Callable[[Waiting], float]) -> Callable[[RunFacts], float]:
+def _waiting(figure: Callable[[Ledger], float]) -> Callable[[RunFacts], float]:
     return lambda one: figure(one.waiting) if one.run.steps else math.nan
 
 

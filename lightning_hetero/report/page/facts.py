@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_hetero.record.ledger import Ledger, ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
 from lightning_hetero.report.scores import Scores, scores_of
-from lightning_hetero.report.spent import StepStages, Waiting, outliers_of, step_stages_of, waiting_of
+from lightning_hetero.report.spent import StepStages, outliers_of, step_stages_of
 from lightning_hetero.report.what_if import Alternatives, alternatives_of
 
 _MOST_RANKS = 16  # of a drawing
@@ -25,8 +26,8 @@ class RunFacts:
     results: tuple[Mapping[str, Any], Mapping[str, Any]]
 
     @cached_property
-    def waiting(self) -> Waiting:
-        return waiting_of(self.run)
+    def waiting(self) -> Ledger:
+        return ledger_of(self.run)
 
     @cached_property
     def scores(self) -> Scores | None:

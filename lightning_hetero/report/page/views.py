@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
+from lightning_hetero.record.ledger import spent_in
 from lightning_hetero.record.run import RecordedRun, RunChange, RunStep
 from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
-from lightning_hetero.report.spent import StepStage, StepStages, of_known, spent_in
+from lightning_hetero.report.spent import StepStage, StepStages, of_known
 from lightning_hetero.report.verdict import (
     begun,
     gain_text,

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed

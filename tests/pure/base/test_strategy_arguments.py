@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from datetime import timedelta
 from typing import get_args, get_type_hints
@@ -10,15 +11,19 @@ import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_hetero
 from lightning_hetero import (
+    AutoStrategy,
     BoundedStalenessStrategy,
     FederatedStrategy,
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
     predictors,
 )
+from lightning_hetero.base.arguments import DDPArguments
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.predictors import PredictorName
 from lightning_hetero.stale.decide import policy
 from lightning_hetero.stale.decide.policy import PolicyName
@@ -79,6 +84,48 @@ def test_shared_arguments_are_checked_in_every_engine(
     name = f"<{cls.__name__} for lightning.pytorch.Trainer: hetero_{cls.engine}, global batch"  # type: ignore[attr-defined]
     assert repr(cls()) == f"{name} of the loader>"
     assert repr(cls(global_batch_size=96)) == f"{name} 96>"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", [*ENGINES, AutoStrategy])
+def test_shared_arguments_stand_in_every_signature_and_docstring(cls: type[DDPStrategy]) -> None:
+    own, shared = (inspect.signature(of.__init__).parameters for of in (cls, HeteroStrategy))
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in list(own.values())[1:-1])
+    assert {name: (p.default, p.annotation) for name, p in own.items() if name in shared} == {
+        name: (p.default, p.annotation) for name, p in shared.items()
+    }
+    told = re.search(r"Args:\n(.*?)\n\n", inspect.getdoc(cls) or "", re.DOTALL)
+    assert told is not None
+    assert set(re.findall(r"^    \**(\w+):", told.group(1), re.MULTILINE)) == set(own) - {"self"}
+    with pytest.raises(TypeError, match="positional"):
+        cls(64)  # type: ignore[arg-type]
+
+
+def test_the_typed_arguments_are_those_of_ddp() -> None:
+    """Of this torch; `DDPArguments` may know more, of later ones."""
+    known = set(DDPArguments.__annotations__)
+    for of in (DDPStrategy, DistributedDataParallel):
+        names = set(inspect.signature(of.__init__).parameters) - {"self", "kwargs", "module", "accelerator"}
+        assert names <= known, names - known
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (LoadBalancedStrategy(min_samples=20, global_batch_size=9), "min_samples=20 asks for 40 samples on 2 ranks"),
+        (LoadBalancedStrategy(global_batch_size=1), "the default minimum asks for 2 samples on 2 ranks"),
+        (LoadBalancedStrategy(min_samples=[3, 3, 3]), "min_samples lists 3 ranks, but there are 2"),
+        (FederatedStrategy(max_samples=[3]), "max_samples lists 1 ranks, but there are 2"),
+        (FederatedStrategy(min_clients=3), "min_clients=3 must be at most the number of ranks, 2"),
+        (HeteroPipelineStrategy(cluster={"devices": [{"speed": 1}]}), "describes 1 devices, but the Trainer has 2"),
+        (HeteroPipelineStrategy(plan={"groups": [{"ranks": [0, 3], "cuts": [0, 1, 2], "micro_batches": [2]}]}),
+         r"the plan's ranks \[0, 3\] must be different ones of 0..1"),
+        (HeteroPipelineStrategy(plan={"groups": [{"ranks": [0, 1], "cuts": [0, 2], "micro_batches": [2]}]}),
+         r"cuts=\(0, 2\) must be 3 rising numbers"),
+    ],
+)  # fmt: skip
+def test_what_needs_no_process_is_checked_when_the_trainer_is_made(strategy: DDPStrategy, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_trainer(strategy)
 
 
 def make_trainer(strategy: DDPStrategy, devices: int = 2) -> Trainer:
@@ -192,5 +239,5 @@ def test_every_name_of_stock_ddp_has_its_counterpart(cls: type[DDPStrategy]) -> 
     assert "ddp_notebook_find_unused_parameters_false" in names
     for name in names:
         ours = StrategyRegistry[name.replace("ddp", f"hetero_{cls.engine}", 1)]  # type: ignore[attr-defined]
-        assert ours["strategy"] is cls
+        assert type(ours["strategy"](**ours["init_params"])) is cls
         assert ours["init_params"] == StrategyRegistry[name]["init_params"]

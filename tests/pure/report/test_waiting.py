@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.report.spent import Spent, waiting_of
+from lightning_hetero.record.ledger import Spent, ledger_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import run_with
 
@@ -14,7 +14,7 @@ STEPS = [[(8, 1.0, 1.5), (8, 2.0, 0.5)]] * 10
 
 
 def test_the_last_ranks_wait_is_the_exchange_and_the_rest_is_idle() -> None:
-    found = waiting_of(run_with(STEPS))
+    found = ledger_of(run_with(STEPS))
     assert found.ranks[0] == Spent(compute_s=10.0, exchange_s=5.0, idle_s=10.0)
     assert found.ranks[1] == Spent(compute_s=20.0, exchange_s=5.0, idle_s=0.0)
     assert found.total.total_s == 50.0  # ten steps of 2.5 s on two ranks
@@ -24,11 +24,11 @@ def test_the_last_ranks_wait_is_the_exchange_and_the_rest_is_idle() -> None:
 
 def test_on_a_gpu_the_difference_in_work_is_the_waiting() -> None:
     run = replace(run_with([[(8, 1.0, 0.0), (8, 2.0, 0.0)]]), devices={0: "host cuda:0", 1: "host cuda:1"})
-    assert waiting_of(run).total == Spent(compute_s=3.0, exchange_s=0.0, idle_s=1.0)
+    assert ledger_of(run).total == Spent(compute_s=3.0, exchange_s=0.0, idle_s=1.0)
 
 
 def test_who_is_late_by_turns_shares_the_blame() -> None:
-    found = waiting_of(run_with([[(8, 1.0, 1.0), (8, 2.0, 0.0)], [(8, 4.0, 0.0), (8, 1.0, 3.0)]]))
+    found = ledger_of(run_with([[(8, 1.0, 1.0), (8, 2.0, 0.0)], [(8, 4.0, 0.0), (8, 1.0, 3.0)]]))
     assert found.caused_s == {0: 3.0, 1: 1.0} and found.caused == (0, 0.75)
 
 
@@ -36,7 +36,7 @@ def test_in_a_pipeline_all_but_work_and_the_planned_synchronisation_is_idle() ->
     plan = {"plan": {"groups": [{"ranks": [0, 1], "cuts": [0, 1, 2]}], "sync_s": 0.25}}
     run = run_with(STEPS[:1], [Event(kind="plan", rank=0, epoch=0, step=0, t_s=0.0, data=plan)], engine="pipeline")
     assert run.staged
-    assert waiting_of(run).ranks == {
+    assert ledger_of(run).ranks == {
         0: Spent(compute_s=1.0, exchange_s=0.25, idle_s=1.25),
         1: Spent(compute_s=2.0, exchange_s=0.25, idle_s=0.25),
     }
@@ -45,19 +45,19 @@ def test_in_a_pipeline_all_but_work_and_the_planned_synchronisation_is_idle() ->
 def test_a_rank_at_rest_waits_for_nobody() -> None:
     """Rank 1 computes a dummy for half a second while rank 0 works for two."""
     run = run_with([[(16, 2.0, 0.5), (0, 0.5, 2.0)]], engine="balanced")
-    assert waiting_of(run).ranks[1] == Spent(compute_s=0.5, exchange_s=0.5, rest_s=1.5)
-    assert waiting_of(run).waited == 0.0 and waiting_of(run).total.total_s == 5.0
+    assert ledger_of(run).ranks[1] == Spent(compute_s=0.5, exchange_s=0.5, rest_s=1.5)
+    assert ledger_of(run).waited == 0.0 and ledger_of(run).total.total_s == 5.0
 
 
 def test_waiting_in_the_first_tenth_of_the_steps() -> None:
     slow, even = [(8, 1.0, 9.0), (8, 10.0, 0.0)], [(8, 1.0, 1.0), (8, 2.0, 0.0)]
-    assert waiting_of(run_with([slow, *[even] * 9])).early == pytest.approx(9.0 / 18.0)
-    assert waiting_of(run_with([slow, *[even] * 8])).early == 0.0
+    assert ledger_of(run_with([slow, *[even] * 9])).early == pytest.approx(9.0 / 18.0)
+    assert ledger_of(run_with([slow, *[even] * 8])).early == 0.0
 
 
 def test_what_a_server_takes_at_least_is_no_waiting() -> None:
     """Of two ranks' waits the least quarter is the exchange alone, see `exchange_alone`: 0.1 s here."""
     waits = [0.1, 0.1, 0.5, 0.9]
-    found = waiting_of(run_with([[(8, 1.0, w), (8, 1.0, 0.3)] for w in waits], engine="stale"))
+    found = ledger_of(run_with([[(8, 1.0, w), (8, 1.0, 0.3)] for w in waits], engine="stale"))
     assert found.ranks[0].exchange_s == pytest.approx(0.4) and found.ranks[0].idle_s == pytest.approx(1.2)
     assert found.ranks[1].exchange_s == pytest.approx(0.4) and found.ranks[1].idle_s == pytest.approx(0.8)

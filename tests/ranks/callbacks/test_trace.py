@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
+import subprocess
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+import lightning_hetero
+from lightning_hetero.callbacks import trace as trace_module
 from lightning_hetero.callbacks.reporting import EventSource, Reporting
 from lightning_hetero.callbacks.trace import HeteroTrace
 from lightning_hetero.record import read_events
 from lightning_hetero.types import Event
 from tests.full_disk import full_at
-from tests.ranks.callbacks.kit import WARNINGS, fit
+from tests.ranks.callbacks.kit import WARNINGS, Net, fit
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, rank_trainer, regression
 
@@ -38,6 +46,56 @@ def test_stock_strategies_are_traced_with_batch_times(tmp_path: Path) -> None:
     fit(tmp_path, [trace])  # another Trainer: another run
     with pytest.warns(UserWarning, match="mine holds 2 runs; this is the last"):
         assert [e.kind for e in read_events(tmp_path / "mine")].count("run") == 1
+
+
+class Logging(Net):
+    """Logs losses per step, per epoch and in validation, something else, and what is no number."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("train_loss", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+        self.log("acc", 0.5)
+        return super().training_step(batch, batch_idx)  # type: ignore[return-value]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/Loss", 10.0 * (1 + self.current_epoch))
+
+
+@WARNINGS
+def test_the_first_line_says_what_ran_and_rank_0_notes_what_is_logged(tmp_path: Path) -> None:
+    """Losses every second step, and the rest when an epoch is over; what has not changed is not written again."""
+    fit(tmp_path, [HeteroTrace()], Logging(lr=0.1), log_every_n_steps=2)
+    run, *events = read_events(tmp_path / "hetero")
+    assert run.data["versions"] == {
+        "python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__,
+        "lightning-hetero": lightning_hetero.__version__,
+    }  # fmt: skip
+    assert run.data["hparams"] == {"lr": "0.1"} and run.data["trainer"]["max_epochs"] == 2
+    found = [(e.epoch, e.step, dict(e.data)) for e in events if e.kind == "metrics"]
+    assert found == [
+        (0, 1, {"train_loss": 1.0, "train_loss_step": 1.0}),
+        (0, 2, {"train_loss": 2.0, "train_loss_step": 2.0, "acc": 0.5, "val/Loss": 10.0}),
+        (0, 2, {"train_loss": 1.0, "train_loss_epoch": 1.0}),
+        (1, 0, {"train_loss": 0.0, "train_loss_step": 0.0}),
+        (1, 2, {"train_loss": 2.0, "train_loss_step": 2.0}),
+        (1, 2, {"val/Loss": 20.0}),
+        (1, 2, {"train_loss": 1.0}),
+    ]
+
+
+def test_the_commit_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "commit" not in trace_module.origin()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    assert re.fullmatch(r"[0-9a-f]{12}", trace_module.origin()["commit"])
+    monkeypatch.setenv("PATH", "")
+    assert "commit" not in trace_module.origin()
 
 
 def runs_in(folder: Path, rank: int = 0) -> list[str]:
@@ -77,7 +135,7 @@ def test_ranks_agree_on_the_runs_id(tmp_path: Path) -> None:
 
 @WARNINGS
 def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"rank0\.jsonl is not written any more: .*File too large"), full_at(400):
+    with pytest.warns(UserWarning, match=r"rank0\.jsonl is not written any more: .*File too large"), full_at(900):
         trainer = fit(tmp_path, [HeteroTrace()], max_epochs=20)
     assert trainer.global_step == 60
     run, *steps = read_events(tmp_path / "hetero")

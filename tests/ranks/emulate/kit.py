@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_hetero.emulate import Pacer, Scenario, Throttle
+from lightning_hetero.emulate import Scenario
+from lightning_hetero.emulate.throttle import Pacer, Throttle
 
 
 class Time:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.emulate import Scenario, Throttle
+from lightning_hetero.emulate import Scenario
+from lightning_hetero.emulate.throttle import Throttle
 from tests.ranks.emulate.kit import EMULATED, Time
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.cluster import equal_cluster
 from lightning_hetero.measure import kinds, probe
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.link_probe import LinkProbe
@@ -57,13 +56,6 @@ def measure(rank: int, world_size: int) -> tuple[Cluster, Cluster, bool]:
         with patch.object(kinds, "time", clock), patch.object(probe.platform, "machine", lambda: str(scale)):
             part = probed(group)
     return whole, part, torch.equal(before, torch.get_rng_state())
-
-
-def given(rank: int, world_size: int) -> bool:
-    cluster = equal_cluster(world_size)
-    with pytest.raises(ValueError, match="the given cluster has 2 devices, but the group has 1 ranks"):
-        probe_cluster(world(), CPU, given=equal_cluster(2))
-    return probe_cluster(world(), CPU, given=cluster) is cluster
 
 
 class Card(HostDevice):
@@ -141,10 +133,6 @@ def test_all_ranks_get_the_same_complete_cluster() -> None:
     part = results[1][1]
     assert results[2][1] == results[3][1] == part and len(part.devices) == 3
     assert part.devices[0].speed == 1.0 and part.devices[2].speed < 0.1
-
-
-def test_a_cluster_given_is_taken_as_it_is_if_it_fits() -> None:
-    assert run_ranks(1, given) == [True]
 
 
 def test_speed_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.pipeline.decide.plans import micro_sizes
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.types import GroupPlan, PipelinePlan
