@@ -256,7 +256,7 @@ REFUSED = {no_loader: "of type Own cannot be divided", batch_sampler: "(batch_sa
 @pytest.mark.stock_ddp(
     "no_dataloader", "dataloader_iter", "stale", "pipeline", refused="such batches cannot be divided"
 )  # fmt: skip
-@pytest.mark.stock_ddp("batch_sampler", "stale", "pipeline", refused="unless you say `batch_sampler='pool'`")
+@pytest.mark.stock_ddp("batch_sampler", "stale", "pipeline", refused="needs `batch_sampler='pool'`")
 @pytest.mark.parametrize("engine", ["stale", "pipeline"])
 def test_batches_that_cannot_be_divided_are_refused(engine: str) -> None:
     for situation, words in REFUSED.items():
