@@ -231,7 +231,7 @@ def spent_together(
 
 
 def waited_in(spent: Iterable[Mapping[int, Spent]]) -> float:
-    """Returns the part of the ranks' time in steps that is waiting, as `RunLedger.waited`; NaN: nothing was measured."""
+    """Returns the part of the time of ranks in steps that is waiting, see `RunLedger.waited`; NaN: not measured."""
     total = total_of(own for step in spent for own in step.values())
     return total.idle_s / total.total_s if total.compute_s > 0.0 else math.nan
 
