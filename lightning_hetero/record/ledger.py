@@ -157,8 +157,7 @@ class RunLedger:
     @property
     def too_few(self) -> str:
         """In words, that the run is too short to compare; empty: it is not."""
-        many = f"{self.steps} step{'' if self.steps == 1 else 's'}"
-        return f"{many}: too few to compare, at least {FEW} are needed" if self.steps < FEW else ""
+        return too_few(self.steps)
 
     @property
     def figures(self) -> list[RankFigures]:
@@ -181,6 +180,12 @@ class RunLedger:
             exchange_s=spent.exchange_s / count,
             wait_s=spent.idle_s / count,
         )
+
+
+def too_few(steps: int) -> str:
+    """Returns in words that these steps are too few to compare anything; empty: they are not."""
+    many = f"{steps} step{'' if steps == 1 else 's'}"
+    return f"{many}: too few to compare, at least {FEW} are needed" if steps < FEW else ""
 
 
 def total_of(parts: Iterable[Spent]) -> Spent:

@@ -74,13 +74,11 @@ def alternatives_of(
     """Returns what others would take; None where ranks' times do not compare, or too little was measured."""
     if pipeline is not None:
         return _of_pipeline(run, pipeline)
-    if run.ranks < 2 or run.staged or not run.steps:
+    if run.ranks < 2 or run.staged or ledger.too_few:
         return None
     try:
         setup = setup_from_run(run, ledger=ledger)
     except ValueError:  # files are missing, no full batch, or a rank has never worked
-        return None
-    if setup.series < 2:
         return None
     few = replace(setup, slowness=tuple(times[-_FEW_STEPS:] for times in setup.slowness))
     answer = plan(setup, ("ddp", "balanced", "stale"))
