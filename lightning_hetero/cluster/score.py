@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_hetero.cluster.engine_times import ddp_s, would_take_s
 from lightning_hetero.record.costs import costs_of
-from lightning_hetero.record.ledger import Ledger
+from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.types import SpeedSample
 
 _MOST_SHARES = 8  # one by one
@@ -50,7 +50,7 @@ def imbalance(compute_s: Sequence[float]) -> float:
     return max(compute_s) * len(compute_s) / total if total > 0 else math.nan
 
 
-def last_lines(ledger: Ledger) -> str:
+def last_lines(ledger: RunLedger) -> str:
     """Returns lines for people on a fit under stock DDP: what its ranks waited, and what others would take.
 
     Work is taken to grow in proportion to samples: one batch size says nothing of a fixed part. Loading data and the

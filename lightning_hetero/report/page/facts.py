@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lightning_hetero.record.ledger import Ledger, ledger_of
+from lightning_hetero.record.ledger import RunLedger, ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
 from lightning_hetero.report.scores import Scores, scores_of
@@ -33,7 +33,7 @@ class RunFacts:
         return engine_name(self.run.engine) + (f": {self.run.name}" if named else "")
 
     @cached_property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         return ledger_of(self.run)
 
     @cached_property
