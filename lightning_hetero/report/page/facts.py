@@ -42,17 +42,17 @@ class RunFacts:
 
     @cached_property
     def pipeline(self) -> PipelineFacts | None:
-        return pipeline_of(self.run)
+        return pipeline_of(self.run, self.ledger)
 
     @cached_property
     def times(self) -> StepStages | None:
         if self.pipeline is None or not self.run.staged:
-            return step_stages_of(self.run)
-        return step_stages_of(self.run, self.pipeline.planned_s, self.pipeline.since)
+            return step_stages_of(self.run, self.ledger)
+        return step_stages_of(self.run, self.ledger, self.pipeline.planned_s)
 
     @cached_property
     def alternatives(self) -> Alternatives | None:
-        return alternatives_of(self.run, self.pipeline)
+        return alternatives_of(self.run, self.ledger, self.pipeline)
 
     @cached_property
     def verdict(self) -> Verdict:
