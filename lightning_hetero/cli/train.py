@@ -35,7 +35,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import read_if_there, read_result, write_report
-from lightning_hetero.cli.screen import JobScreen, OnScreen, ending_in_words
+from lightning_hetero.cli.screen import JobScreen
 from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
@@ -145,7 +145,7 @@ def run_job(cfg: DictConfig, screen: JobScreen) -> float | None:
         seed_everything(cfg.seed, workers=True)
     output_dir = Path(cfg.paths.output_dir)
     model, data = build(cfg.model), build(cfg.data)
-    trainer = make_trainer(cfg, output_dir, OnScreen(screen))
+    trainer = make_trainer(cfg, output_dir, screen)
     failed = True
     try:
         trainer.fit(model, datamodule=data)
@@ -271,7 +271,7 @@ def main(cfg: DictConfig) -> float | None:
         warnings.filterwarnings("ignore", message=message)
     with isolated_job(cfg.threads_per_rank):
         screen = JobScreen(Path(cfg.paths.output_dir) / f"{HydraConfig.get().job.name}.log")
-        with ending_in_words(screen):
+        with screen.showing():
             return run_job(cfg, screen)
 
 

@@ -56,7 +56,7 @@ def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert [rank["share"] for rank in result["ranks"]] == [0.5, 0.5]
     page = (tmp_path / directory / "report.html").read_text()
-    assert "You waited" in page and "device-seconds" in page and f"<title>{Path(directory).name}</title>" in page
+    assert "Ranks waited for" in page and "device-seconds" in page and "<title>stock DDP</title>" in page
     assert {"timeline", "spent", "what-if", "scores"} <= set(re.findall(r'<section id="([\w-]+)"', page))
     assert json.loads((tmp_path / directory / "perfetto.json").read_text())["traceEvents"]
     assert f"report: {tmp_path / directory / 'report.html'}" in done.stdout
@@ -125,7 +125,7 @@ def check_failed(done: subprocess.CompletedProcess[str], folder: Path, first: st
     """The cause is on the screen, first and once; tracebacks are in the log."""
     assert done.returncode != 0 and RANK_TABLE not in done.stdout and not (folder / "result.json").exists()
     told = [line for line in done.stderr.splitlines() if line and "shares " not in line]
-    assert re.match(first, told[0]) and sum(first in line for line in told) == 1, done.stderr
+    assert re.match(first, told[0]) and told.count(told[0]) == 1, done.stderr
     assert len(told) <= 6 and "Traceback" not in done.stderr, done.stderr
     assert f"tracebacks of all ranks: {folder / 'train.log'}" in told
     assert "Traceback" in (folder / "train.log").read_text()
@@ -160,7 +160,7 @@ def test_other_failing_ranks(tmp_path: Path) -> None:
         ("ddp", 1, "exception"): "rank 1 failed: RuntimeError: scripted fault",
         ("ddp", 1, "kill"): "local rank 1 was killed by signal 9",
         ("ddp", 0, "exception"): "rank 0 failed: RuntimeError: scripted fault",
-        ("hetero_balanced", 1, "kill"): "local rank 1 ended with code -9; everybody ends",
+        ("hetero_balanced", 1, "kill"): "(local rank 1 ended with code -9|rank 1 is gone without a word)",
     }
     jobs = {
         (strategy, rank, kind): partial(
