@@ -17,6 +17,7 @@ from lightning_hetero.plan.planner import ENGINES, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import like_another, without
+from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
@@ -84,9 +85,7 @@ def alternatives_of(
     answer = plan(setup, ("ddp", "balanced", "stale"))
     engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
     beside: EngineName = engine if engine != "ddp" else "balanced"
-    each = setup.global_batch / run.ranks
-    typical_s = [cost.seconds(each) * setup.mean_slowness(rank) for rank, cost in enumerate(setup.costs)]
-    slowest_first = sorted(range(run.ranks), key=lambda rank: -typical_s[rank])
+    slowest_first = costs_of(ledger).slowest_first(setup.global_batch)
     engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
     measured_s = ledger.step_s
     if run.engine in engines:
