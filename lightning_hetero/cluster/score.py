@@ -72,9 +72,9 @@ def last_lines(ledger: RunLedger) -> str:
         return f"{waited} {ledger.too_few}."
     try:
         costs = costs_of(ledger)
-    except ValueError:  # a rank has no samples
+        found, step_s = would_take_s(costs, batch), ledger.step_s
+    except ValueError:  # a rank has no samples, or there are too few to share
         return waited
-    found, step_s = would_take_s(costs, batch), ledger.step_s
     slowest = costs.slowest_first(batch)[0]
     without = costs.of_ranks([rank for rank in range(ranks) if rank != slowest])
 
