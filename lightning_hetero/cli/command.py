@@ -96,14 +96,17 @@ def help_text(name: str) -> str:
             key, default, comment = found.groups()
             if line.startswith("  - "):
                 comment = f"{comment} [{', '.join(sorted(loader.get_group_options(key)))}]"
-            lines += textwrap.wrap(
-                f"{f'{key}={default}' if default else key:<{_INDENT - 4}}  {comment}", _WIDTH,
-                initial_indent="  ", subsequent_indent=" " * _INDENT, break_on_hyphens=False,
-            )  # fmt: skip
+            shown, indent = f"  {key}={default}" if default else f"  {key}", " " * _INDENT
+            wrapped = textwrap.wrap(comment, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+            if len(shown) < _INDENT - 1:
+                wrapped[0] = shown.ljust(_INDENT) + wrapped[0][_INDENT:]
+            else:
+                lines.append(shown)
+            lines += wrapped
     return "\n".join([*lines, _FLAGS.rstrip()]).replace("$", "$$")
 
 
-def parser(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+def command_parser(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """Returns the parser of a command that Hydra does not compose, with ``--version`` and examples."""
     made = argparse.ArgumentParser(
         prog=f"lightning-hetero-{name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter,

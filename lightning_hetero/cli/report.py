@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_hetero.cli.command import command_parser
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import tell
 from lightning_hetero.record.run import RecordedRun, run_of
@@ -93,9 +93,10 @@ def write_report(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``lightning-hetero-report`` and ``python -m lightning_hetero.cli.report``."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-hetero-report",
-        description="Writes a recorded run as one HTML file that opens offline, and as a trace for ui.perfetto.dev.",
+    parser = command_parser(
+        "report",
+        "Writes a recorded run as one HTML file that opens offline, and as a trace for ui.perfetto.dev.",
+        ["outputs/2026-11-22/10-00-00", "RUN_DIR OTHER_RUN_DIR -o comparison.html", "RUN_DIR --run ID"],
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, or of its trace")
     parser.add_argument("other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="a second run to compare with")
