@@ -36,7 +36,7 @@ class BoundLoader:
     Attributes:
         spec: what the user's loader is.
         full: samples of all ranks in a full batch of the copy.
-        order: of its samples; None: a stream, which has none.
+        order: of its samples; None: a stream, which has no order.
         handed: parts that the copy has handed out and nobody has opened yet.
         loader: the copy, once there is one.
     """
@@ -108,7 +108,7 @@ class LoaderBinder(ABC, Generic[Bound]):
         """Returns what a train loader is, of which the engine needs to divide the batches.
 
         Raises:
-            TypeError: they cannot be divided; with the reason, what would be needed and who takes them as they are.
+            TypeError: they cannot be divided; with the reason, what would be needed and who takes them unchanged.
         """
         try:
             return self.orders.inspect(loader)
@@ -155,7 +155,7 @@ class LoaderBinder(ABC, Generic[Bound]):
     def stands_for_part(self, batch_size: int) -> bool:
         """Whether a number given as ``self.log(..., batch_size=)`` is a constant that means a rank's equal part.
 
-        The loader's own ``batch_size``, and 1, by which batches count alike.
+        The loader's own ``batch_size``, and 1, by which all batches count the same.
         """
         primary = self.primary
         return batch_size == 1 or (primary is not None and batch_size == primary.spec.batch_size)
@@ -222,7 +222,7 @@ class PartBinder(LoaderBinder[Bound]):
             loader,
             sampler,
             position=lambda: self._begin()[1],
-            anew=lambda: compat.behind_the_epoch(self._trainer),
+            restarts=lambda: compat.behind_the_epoch(self._trainer),
             on_fetch=bound.handed.append,
             counted=self._counted,
             looks_on=lambda it: 0 if compat.is_train_iterator(self._trainer, it) else self._channel.world_size,

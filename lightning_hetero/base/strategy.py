@@ -44,7 +44,7 @@ Run = TypeVar("Run", bound=EngineRun[Any])
 
 
 class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
-    """The arguments, hooks and answers that the strategies of all engines share; not a strategy by itself.
+    """The arguments, hooks and answers that the strategies of all engines share; not itself a strategy.
 
     On one device every engine is stock DDP: nothing begins, and hooks do what the base class does. Batches are the
     loader's unless `OneDeviceFit` says otherwise.

@@ -10,7 +10,7 @@ exchange alone, which is what the rank that comes last sees (`exchange_alone`).
     without r  T - max c  +  R / (R - 1) max_{i != r} c_i
 
 Work is taken to grow in proportion to samples: one batch size says nothing of a fixed part. What steps have beyond the
-slowest rank's mean work (exchange, steps that differ) stays as it was. Loading data and the optimizer's step are in
+slowest rank's mean work (exchange, steps that differ) is unchanged. Loading data and the optimizer's step are in
 none of the times. Nothing is said of a pipeline: what layers and links cost is not measured.
 """
 
@@ -84,11 +84,11 @@ def imbalance(compute_s: Sequence[float]) -> float:
 def exchange_alone(waits_s: Sequence[float], ranks: int) -> float:
     """Returns what a rank sees of the gradient exchange when it comes last itself [s]; 0 without steps.
 
-    If all are alike, each comes last in one of R steps: those have its shortest waits, and half of them are shorter
+    If all are equal, each comes last in one of R steps: those have its shortest waits, and half of them are shorter
     than the quantile 1 / 2R. A rank that comes last more often has it, too; of the others the least is to be taken.
 
     Args:
-        waits_s: from the end of its own work to the end of the exchange, of each step.
+        waits_s: from the end of its work to the end of the exchange, of each step.
         ranks: R.
     """
     return sorted(waits_s)[len(waits_s) // (2 * ranks)] if waits_s else 0.0

@@ -103,7 +103,7 @@ class Controller:
         if (trial := self._trials.over) is not None:
             if (way_back := self._settle(trial)) is not None:
                 return way_back
-            told.append("the last change of structure has proved itself")  # from there the search may find more
+            told.append("the last change of structure has paid off")  # from there the search may find more
         return self._decide(told)
 
     def withdraw(self, generation: int) -> None:

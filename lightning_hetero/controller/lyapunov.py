@@ -29,8 +29,8 @@ class LyapunovController(ControllerSettings):
         prices: money per hour, of all ranks or by rank. 1.0: money is device hours.
         power_w: of a rank that computes [W], of all or by rank.
         idle_power_w: of a rank that is held and does not compute [W], of all or by rank.
-        rest_cost: part of price and idle power that is due for ranks at rest, 0 to 1.
-        structure: layers may move, and ranks may rest; False: only samples per group are decided again.
+        rest_cost: part of price and idle power that is due for idle ranks, 0 to 1.
+        structure: layers may move, and ranks may be idle; False: only samples per group are decided again.
         dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked
             at.
         share_band: least relative gain for which samples per group change.

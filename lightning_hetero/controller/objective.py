@@ -12,7 +12,7 @@ should last, T_ref the first plan's time. r_k is what a batch takes of constrain
 
 and what a batch takes is linear in the time and the samples of the groups:
 
-    money     T' * prices of the ranks in use (+ a part of those at rest)
+    money     T' * prices of the ranks in use (+ a part of those of idle ones)
     energy    T' * idle power, + (power - idle power) * own work
     traffic   activations and gradients on links, + synchronisation
 
@@ -145,7 +145,7 @@ class Objective:
     def estimate(self, pipes: Sequence[Pipe], limit: float = math.inf) -> float:
         """Returns about J, with fractional shares; ``inf`` if the structure does not fit or is not below ``limit``.
 
-        A lower bound of J where memory is not short: it tells which structures are worth to be judged.
+        A lower bound of J where memory is not short: it shows which structures are worth judging.
         """
         problem = self.problem
         alpha, gamma, rest = self._terms(pipes)

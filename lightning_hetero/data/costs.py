@@ -1,4 +1,4 @@
-"""What samples cost, where it is known before they are loaded: parts of a batch that cost alike (layer T)."""
+"""What samples cost, where it is known before they are loaded: parts of a batch of equal cost (layer T)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SampleCosts:
         """Returns the costs of these samples.
 
         Raises:
-            ValueError: a function has none for one of them, see above.
+            ValueError: a function gives no cost for one of them, see above.
         """
         if self._function is None:
             return self._costs[list(indices)].tolist()

@@ -92,7 +92,7 @@ def log_again(
     step_value: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Logs a value that all ranks have alike, as ``self.log`` would in hook ``fx``, past its checks.
+    """Logs a value that is equal on all ranks, as ``self.log`` would in hook ``fx``, past its checks.
 
     What was accumulated is taken for synchronised, so that an epoch's end neither communicates nor recommends to.
 

@@ -56,7 +56,7 @@ class HostLoad:
     """The load since it was asked last, for a predictor that wants it.
 
     The processors are those that this process may use, by its affinity. Idle is free, waiting for storage too, and
-    what this process used itself. Whoever else computes there leaves less: other ranks, and this rank's data-loading
+    what this process used itself. Others that compute there leave less: other ranks, and this rank's data-loading
     processes. Limits on a container's processor time are not seen.
 
     Args:

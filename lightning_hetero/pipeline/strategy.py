@@ -296,7 +296,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return self._batches.train(batch, rest, kwargs)
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
-        """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
+        """Replaces the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
         self._batches.backward_done()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -376,7 +376,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     @property
     def replans(self) -> list[Replan]:
-        """Changes of plan in this fit, or the last one; the same on all ranks, but for what each has waited."""
+        """Changes of plan in this fit, or the last one; the same on all ranks, except what each has waited."""
         return list(self._replans)
 
     @property

@@ -67,10 +67,10 @@ class MemoryUse:
 
 
 class MemoryCap:
-    """What one rank knows of its own memory.
+    """What one rank knows about its memory.
 
     Args:
-        careful: the device has a memory of its own, so shares grow step by step from the start; else only once a step
+        careful: the device has its own memory, so shares grow step by step from the start; else only once a step
             did not fit.
 
     Attributes:

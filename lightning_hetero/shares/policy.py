@@ -155,12 +155,12 @@ class BalancePolicy:
         self._since_change = self.thresholds.cooldown
 
     def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
-        """Returns each rank's work in samples, for `predict_s`; its samples, if all are alike."""
+        """Returns each rank's work in samples, for `predict_s`; its samples, if all cost the same."""
         return self.work.in_samples([r.samples for r in records], [r.work for r in records])
 
     @property
     def wants_load(self) -> bool:
-        """Whether ranks are to tell what others leave free on their hosts."""
+        """Whether ranks report what others leave free on their hosts."""
         return bool(getattr(self.prototype, "WANTS_LOAD", False))
 
     def predict_s(self, samples: Sequence[float]) -> list[float]:
@@ -203,7 +203,7 @@ class BalancePolicy:
         return best if best.ok else alike
 
     def urgent(self, samples: Sequence[float], compute_s: Sequence[float]) -> bool:
-        """Tells whether a record must be evaluated before the next batch: some rank's time was not as expected.
+        """Returns whether a record must be evaluated before the next batch: some rank's time was not as expected.
 
         Cheap, because it is asked on the critical path of every step; the same on every rank.
 
@@ -222,7 +222,7 @@ class BalancePolicy:
         self._expected = tuple(samples), [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
 
     def load_changed(self, loads: Iterable[tuple[float, float]]) -> bool:
-        """Tells whether a rank's load is another than told before, which makes its record urgent, too.
+        """Returns whether a rank's load differs from the one reported before, which makes its record urgent, too.
 
         Args:
             loads: ``free_cpu`` and ``free_mem`` of each rank, see `SpeedSample`; NaN changes nothing.

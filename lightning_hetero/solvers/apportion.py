@@ -38,7 +38,7 @@ def apportion(
         weights: one per rank, finite, >= 0 [any unit], e.g. speeds [samples/s].
         total: samples to split, 0 to 2**53.
         lower: least share, one for all ranks or one per rank [samples].
-        upper: largest share, likewise; None for no bound [samples].
+        upper: largest share, in the same form; None for no bound [samples].
 
     Returns:
         An allocation of n shares, or one with status INFEASIBLE and the reason.

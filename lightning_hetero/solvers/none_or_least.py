@@ -79,7 +79,7 @@ def obeys_least(shares: Ints, least: int) -> bool:
 
 
 def _ranks_in_use(costs: Sequence[Cost], total: int, low: Ints, high: Ints, q: int, m: int) -> set[int] | None:
-    """Returns the ranks with samples in a best split, as many as the least deadline allows; None: there is none."""
+    """Returns the ranks with samples in a best split, as many as the least deadline allows; None: no such split."""
     if sum(low) > total or any(a > b for a, b in zip(low, high, strict=True)):
         return None
     bound = {i for i, a in enumerate(low) if a}

@@ -101,7 +101,7 @@ class FailureBoard:
             peer: global rank.
             how: it was noticed, e.g. "its connection is closed".
         """
-        said = f"rank {self._rank} waited in vain for rank {peer}, which is still there: {how}"
+        said = f"rank {self._rank} gave up waiting for rank {peer}, which is still there: {how}"
         return self.explain(how, peer) or self._tell(said) or RuntimeError(said)
 
     def explain(self, how: str, peer: int | None = None) -> RuntimeError | None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetero import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", ".gitignore")
 FOLDERS = ("lightning_hetero", "conf")
@@ -124,7 +126,7 @@ def stranger(tmp_path: Path) -> Path:
 
 def test_the_wheel_contains_every_config_the_plugin_the_licence_and_the_commands(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
-    names, info = set(archive.namelist()), "lightning_hetero-0.1.0.dist-info"
+    names, info = set(archive.namelist()), f"lightning_hetero-{__version__}.dist-info"
     commands = archive.read(f"{info}/entry_points.txt").decode()
     places = {"train": "command:train", "plan": "command:plan", "doctor": "doctor:main", "report": "report:main"}
     for name, place in places.items():

@@ -46,7 +46,7 @@ class _LastPoint(Checkpoint):
 
 
 class Admission:
-    """Lets joining ranks into a run between two epochs; called by all members alike.
+    """Lets joining ranks into a run between two epochs; called by all members.
 
     Args:
         trainer: the running trainer.

@@ -48,7 +48,7 @@ def model_to_plain(model: ModelCost) -> dict[str, Any]:
 
 
 def model_from_plain(plain: Mapping[str, Any] | ModelCost) -> ModelCost:
-    """Returns what `model_to_plain` was given; a `ModelCost` as it is.
+    """Returns what `model_to_plain` was given; a `ModelCost` unchanged.
 
     Raises:
         TypeError: not a mapping.

@@ -87,7 +87,7 @@ def measure_model(
     Raises:
         TypeError, ValueError: the loader yields no example.
         RuntimeError: the step fails, or never calls the backbone.
-        torch.OutOfMemoryError: not even a single layer beside what is outside of the layers fits the device.
+        torch.OutOfMemoryError: not even a single layer, with what is outside of the layers, fits the device.
     """
     with nobody_notices(step.module, step.loader, step.device):
         samples, measured = _few(step.loader, micro_batch_size), partial(_measured, step, again=checkpoint_layers)
@@ -322,5 +322,5 @@ def agree_layout(
         return None
     raise TypeError(
         f"the batches of the train loader cannot be cut into micro-batches: {layout}. Or use"
-        " strategy='hetero_balanced', which gives training_step the batch of a rank as it is"
+        " strategy='hetero_balanced', which gives training_step the whole batch of a rank"
     ) from (causes[0] if causes else None)

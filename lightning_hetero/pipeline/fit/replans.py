@@ -45,7 +45,7 @@ from lightning_hetero.types import PipelinePlan
 
 
 class RankZero:
-    """Asks the controller, on rank 0; elsewhere, and where there is none, there is never anything to say.
+    """Asks the controller, on rank 0; elsewhere, and without a controller, there is never anything to say.
 
     Args:
         place: of this rank.

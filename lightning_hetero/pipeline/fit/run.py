@@ -66,7 +66,7 @@ class PipelineRun(RunOnRank):
         return self.batches is not None and self.batches.sigterm
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
-        """Also on ranks that are told of rank 0's rehearsal."""
+        """Also on ranks that hear of rank 0's rehearsal."""
         return self.batches is None or super().sizes_differ(error, *again)
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class PipelineRun(RunOnRank):
         After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
         `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception,
         before the strategy learns of it. The first one reports it here; the others get an exception by that and come
-        to save, too. What was under way between them stays as it is: they meet in a new process group.
+        to save, too. What was under way between them is left: they meet in a new process group.
         """
         assert self.place is not None
         if self.trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -164,12 +164,12 @@ class PipelineRun(RunOnRank):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def current_samples(self) -> int | None:
-        """Samples of the batch this rank is training on; 0 means a dummy: a member's, or a rank at rest."""
+        """Samples of the batch this rank is training on; 0 means a dummy: a member's, or an idle rank's."""
         return None if self.batches is None or self.batches.part is None else self.batches.part.samples
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each group, at its leader; members and ranks at rest have none."""
+        """Samples of each group, at its leader; 0 for members and idle ranks."""
         if self.place is None:
             return ()
         led = {group.ranks[0]: sum(group.micro_batches) for group in self.place.planned.plan.groups}
@@ -180,12 +180,12 @@ class PipelineRun(RunOnRank):
         return None if self.batches is None else self.batches.report
 
     def take_reports(self) -> list[StepReport] | None:
-        """Stages differ in what an item costs, so ranks compare only where each is a pipeline of its own."""
+        """Stages differ in what an item costs, so ranks compare only where each is a separate pipeline."""
         groups = () if self.place is None else self.place.planned.plan.groups
         return None if groups and all(len(group.ranks) == 1 for group in groups) else []
 
     def waiting_in(self, report: StepReport) -> float:
-        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
+        """Bubbles are waiting, too, but where each rank is a separate pipeline it has no bubbles."""
         return super().waiting_in(report) if self.take_reports() is None else not_working(report.records)
 
     def engine_metrics(self) -> dict[str, float]:

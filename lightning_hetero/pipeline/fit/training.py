@@ -1,6 +1,6 @@
 """One training batch through the pipelines, between Lightning's hooks (layer L).
 
-    the leader of a group                                   its members             ranks at rest
+    the leader of a group                                   its members             idle ranks
     ──────────────────────────────────────────────────────────────────────────────────────────────
     fetch its part of the global batch [loaders]            a dummy                 a dummy
     cut it into micro-batches [data.micro_batches]

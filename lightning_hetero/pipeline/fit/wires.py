@@ -109,7 +109,7 @@ class RunOnRank(EngineRun[PipelineBinder]):
 
     Args:
         trainer: the running trainer.
-        settings: the same on all ranks, but for the device.
+        settings: the same on all ranks, except the device.
 
     Attributes:
         settings: as given.

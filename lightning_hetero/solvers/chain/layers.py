@@ -22,7 +22,7 @@ class Layers:
 
     Attributes:
         work_s: [L] forward and backward of one micro-batch on a device of speed 1.
-        cut_bytes: [L + 1] handed on in front of layer i; [0] enters the backbone, [L] leaves it; gradients likewise.
+        cut_bytes: [L + 1] handed on in front of layer i; [0] enters the backbone, [L] leaves it; gradients too.
         before_s: the training step up to the backbone, forward and backward, on a device of speed 1.
         head_s: likewise behind the backbone, loss included.
         state_bytes: [L] parameters, gradients and optimizer state; empty: nothing.

@@ -1,4 +1,4 @@
-"""Who computes what: groups of devices, their order, their layers, their samples, and who rests.
+"""Who computes what: groups of devices, their order, their layers, their samples, and who is idle.
 
 The objective is the modelled time of a global batch,
 

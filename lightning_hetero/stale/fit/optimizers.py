@@ -134,7 +134,7 @@ def redirect_steps(
     Args:
         module: whose manual optimization may zero gradients in other ways than through an optimizer.
         optimizers: in the order of `configure_optimizers`.
-        loop: is told `stepped` and `zeroed`.
+        loop: learns of `stepped` and `zeroed`.
         call: has the server call a method of an optimizer, by number and name; for all ranks at once.
         warn_once: shows a message once.
     """

@@ -3,7 +3,7 @@
 A rank may train several parts of a global batch within one batch of the loop, none, or one that counts nothing because
 another rank has computed its samples. Epoch values, torchmetrics and, in automatic optimization, the numbers and lists
 that the module keeps count each sample that is trained on once: what a part brought is taken back if its push counts
-nothing. Hooks that look at a batch or its outputs are told of each part that counts, see
+nothing. Hooks that look at a batch or its outputs get each part that counts, see
 `lightning_compat.empty_batches`.
 """
 
@@ -98,7 +98,7 @@ class Parts:
 def _save_attributes(module: LightningModule) -> Callable[[], None]:
     """Returns what puts back the user's plain attributes: values, what lists have had so far, small dicts and sets.
 
-    What is deeper, and a tensor that is changed in place, stays as it is.
+    What is deeper, and a tensor that is changed in place, is unchanged.
     """
     own, theirs = vars(module), compat.module_attributes()
     kept = {name: value for name, value in own.items() if name not in theirs}

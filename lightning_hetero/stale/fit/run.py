@@ -141,7 +141,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self._callback_hooks.callback(compat.skip_empty_batches(self.trainer, self._parts))
 
     def _disconnect(self, why: str) -> None:
-        """All ranks leave the server alike; what it has comes home, for another one."""
+        """All ranks leave the server; what it has is brought back, for another one."""
         self._leave_step()
         self.meetings.meet(why)
         self.session.bring_home()
@@ -217,7 +217,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             at_end: it does not, as nobody will train; the lowest rank's buffers count all the same.
 
         Raises:
-            RuntimeError: parameters were not changed alike.
+            RuntimeError: parameters were changed differently.
         """
         worker = self.session.worker
         if worker is None:
@@ -294,7 +294,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return not_working(report.records)
 
     def engine_metrics(self) -> dict[str, float]:
-        """Staleness, work in vain and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""
+        """Staleness, wasted work and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""
         measures = self._measures()
         return {} if measures is None else report.engine_metrics(measures, self._members.world_size)
 
@@ -314,7 +314,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return measures
 
     def _note(self, counts: Counts, epoch: int, global_step: int) -> None:
-        """Has one rank tell what the server has counted, if there is anything new."""
+        """Has one rank report what the server has counted, if there is anything new."""
         if self._members.is_lowest and counts.updates != self._noted:
             self._noted = counts.updates
             self.events.note("server", epoch, global_step, counts.as_dict())

@@ -120,7 +120,7 @@ def check_compression(name: CompressionName | None) -> None:
 
 
 def _sent(entry: Entry, compression: CompressionName | None) -> Entry:
-    """Returns an entry as its gradient is sent; complex and 16-bit ones stay as they are.
+    """Returns an entry as its gradient is sent; complex and 16-bit ones are unchanged.
 
     float16 overflows above 65504 (as under DDP's ``fp16_compress_hook``); bfloat16 does not.
     """

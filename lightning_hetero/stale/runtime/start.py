@@ -1,4 +1,4 @@
-"""Starts the parameter server as a process of its own and connects workers to it (layer T)."""
+"""Starts the parameter server as a separate process and connects workers to it (layer T)."""
 
 from __future__ import annotations
 

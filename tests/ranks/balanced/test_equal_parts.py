@@ -148,17 +148,17 @@ CASES: dict[str, Case] = {
     "batch sampler": (
         Toy, lambda r, w: DataLoader(
             regression(SAMPLES), batch_sampler=OwnBatches(SequentialSampler(range(SAMPLES)), 3, False)
-        ), {}, ("batch sampler of its own (OwnBatches)", "LoadBalancedStrategy(batch_sampler='pool')"),
+        ), {}, ("custom batch sampler (OwnBatches)", "LoadBalancedStrategy(batch_sampler='pool')"),
     ),
     "batch sampler, own division": (
         Toy, lambda r, w: DataLoader(
             regression(SAMPLES), batch_sampler=OwnBatches(SequentialSampler(range(r, SAMPLES, w)), 3, False)
-        ), {"use_distributed_sampler": False}, ("batch sampler of its own",),
+        ), {"use_distributed_sampler": False}, ("custom batch sampler",),
     ),
     "sampler of lists": (
         Toy, lambda r, w: DataLoader(
             regression(SAMPLES), batch_size=None, sampler=Listed(range(SAMPLES), w, r)
-        ), {}, ("batch sampler of its own (Listed)", "pool"),
+        ), {}, ("custom batch sampler (Listed)", "pool"),
     ),
     "sampler of lists, one each": (
         Toy, lambda r, w: one_list_each(r, w), {}, ("Listed yields lists", "pass it as batch_sampler"),

@@ -26,7 +26,7 @@ from tests.ranks.pipeline.variants import Branched, TwoCalls
     [
         ({"ddp_comm_hook": lambda state, bucket: None}, TypeError, "communication hooks change DDP's all-reduce"),
         ({"ddp_comm_state": object()}, TypeError, "Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state"),
-        ({"ddp_comm_wrapper": print}, TypeError, "there is none here"),
+        ({"ddp_comm_wrapper": print}, TypeError, "which is not used here"),
         ({"model_averaging_period": 4}, TypeError, "post-localSGD"),
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 must be a whole number >= 1"),
         ({"max_groups": 1.5}, ValueError, "max_groups=1.5 must be"),

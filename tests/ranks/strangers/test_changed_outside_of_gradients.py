@@ -140,7 +140,7 @@ def clamps_on_one_rank(rank: int, world: int, engine: str) -> Facts:
 )
 def test_weights_that_one_rank_sets_are_refused() -> None:
     said = refusal(clamps_on_one_rank, "stale")
-    assert "net.0.bias was changed" in said and "not alike on ranks 0 and 1" in said
+    assert "net.0.bias was changed" in said and "differently on ranks 0 and 1" in said
 
 
 class Recalibrated(Net):

@@ -58,7 +58,7 @@ class RunnerSettings:
             there are no other ranks.
         ways, clock: see `StageLinks`.
         timeout_s: how long a rank waits for another at most.
-        pace: is told of each computation.
+        pace: learns of each computation.
         checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
         time_layers: for `StageRunner.measured`.
     """
@@ -160,7 +160,7 @@ class StageRunner:
             micro_batches: in order; none: the group has no part in this batch.
             scale: applied to each weighted loss before its backward, e.g. ``GradScaler.scale``.
             before_last_backward: called immediately before the last backward through this rank's layers, when the
-                gradients of all else that this rank computes are complete but for what lies before the backbone.
+                gradients of all else that this rank computes are complete except what lies before the backbone.
 
         Returns:
             What the bodies returned, detached.
@@ -289,7 +289,7 @@ class StageRunner:
 
     @contextmanager
     def _at_work(self, *, leader: bool) -> Iterator[None]:
-        """Keeps the caller's random streams; a failure is told to all ranks, and ends this stage runner."""
+        """Keeps the caller's random streams; a failure is sent to all ranks, and ends this stage runner."""
         if self._closed or self._failed:
             raise RuntimeError(f"this stage runner {'is closed' if self._closed else 'has failed'}: make a new one")
         if leader != (self._position == 0):

@@ -5,7 +5,7 @@
                                             │ time: forward, backward               warm-up, repeats, median
     times over sizes ──► AffineCost                              bytes at the largest size, per sample
 
-Layers run in training or evaluation mode as they are, with gradients and all hooks; their gradients are None
+Layers run in the present mode, training or evaluation, with gradients and all hooks; their gradients are None
 afterwards, and what else that changes is put back by a `Snapshot`. Inputs are fresh clones each time, so a layer may
 change them in place.
 
@@ -253,7 +253,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def detached(value: Any) -> Any:
-    """Returns a nest with its tensors off their graph; ``requires_grad`` as it was."""
+    """Returns a nest with its tensors off their graph; ``requires_grad`` unchanged."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 

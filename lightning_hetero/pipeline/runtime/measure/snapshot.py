@@ -4,9 +4,9 @@
     ...                                                # steps append to lists, count, draw, update statistics
     snapshot.put_back()                                # the same list, with what it held
 
-`copy.deepcopy` tells which object has become which copy: each object gets back what its copy holds, and keeps its
+`copy.deepcopy` knows which object has become which copy: each object gets back what its copy holds, and keeps its
 identity, so other references to it see it put back, too. What cannot be copied (files, locks, tensors with a graph)
-stays as it is, and so does what can only be reached through it. Data sets are large and read only: of them attributes
+is unchanged, and so is what can only be reached through it. Data sets are large and read only: of them attributes
 and generators of random numbers are put back.
 """
 
@@ -130,7 +130,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_plain(name: str, value: object) -> bool:
-    """Whether a class's attribute is a value, and no method, property or the like."""
+    """Whether a class's attribute is a value, and no method or property."""
     return not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
 
 

@@ -205,7 +205,7 @@ class GradientSync:
 
     @torch.no_grad()
     def own_norms(self, parameters: Sequence[Tensor], norm_type: float) -> list[float | None]:
-        """Returns the norms of the gradients that count on this rank; None of others, and where there is none.
+        """Returns the norms of the gradients that count on this rank; None of others, and without a gradient.
 
         Args:
             parameters: of this module, this rank's or stand-ins.

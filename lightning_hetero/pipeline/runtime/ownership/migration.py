@@ -96,7 +96,7 @@ class Migration:
 
     Args:
         module: the whole model, pruned by ``old``.
-        copies: of it, pruned alike; parameters and buffers of these move, too.
+        copies: of it, pruned in the same way; parameters and buffers of these move, too.
         optimizers: over its parameters.
         old, new: which rank holds what, before and after.
         gradients: whether gradients that parameters have at present go with them.
@@ -273,7 +273,7 @@ class Migration:
 
 
 def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, Any], list[Tensor]]:
-    """Returns values with tensors on the meta device in the place of those that are sent, and these.
+    """Returns values with tensors on the meta device instead of those that are sent, and these.
 
     What is on the host though the rank's layers are not, such as an optimizer's counter, stays in the values.
 

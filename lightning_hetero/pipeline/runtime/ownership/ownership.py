@@ -76,7 +76,7 @@ class Ownership:
         module: the whole model, all parameters in place.
         layers: of the backbone, in order; modules inside ``module``.
         plan: which rank holds which layers, checked.
-        rank: this rank; may be one that rests.
+        rank: this rank; may be an idle one.
         without: buffers that only some ranks have: of them nothing is said.
 
     Attributes:
@@ -159,7 +159,7 @@ class Ownership:
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the present parameters and buffers of ``module`` by their first names, of those that are still there.
 
-        What the user's code has added since is not among them, until the layers are divided anew (`changes`).
+        What the user's code has added since is not among them, until the layers are divided again (`changes`).
         """
         found = named(module)
         return {name: found[name] for name in (*self.parameters, *self.buffers) if name in found}

@@ -173,7 +173,7 @@ class ReplicaWatch:
             self._noted[when] = others | self._noted[when] if when in self._noted else others
 
     def noted(self) -> list[Tensor]:
-        """Returns what tells whether anything was noted (uint8, one number each)."""
+        """Returns what shows whether anything was noted (uint8, one number each)."""
         return [others.amax().view(1) for others in self._noted.values() if self._owners]
 
     def take_noted(self) -> dict[Hashable, set[int]]:
