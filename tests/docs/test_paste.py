@@ -34,7 +34,7 @@ WORD = r"(?:--[\w-]+|-m|'[^']*'|[\w@/.+]+=[^\s,;)]+)"
 COMMAND = re.compile(rf"lightning-hetero-(train|plan|doctor|report)\b((?: {WORD})*)(?!:)")
 NAMED = re.compile(r"strategy=(['\"]?)(\w*(?:hetero_|ddp)[\w{}]*)\1")
 CALLS = re.compile(rf"(?<![\w.])(?:lightning\.pytorch\.)?(?:Trainer|{'|'.join(lightning_hetero.__all__[:-1])})\(")
-INSTALL = re.compile(r"pip install ('[^']*'|[\w.>=<\[\]{}-]+)")
+INSTALL = re.compile(r"pip install ((?:-e )?(?:'[^']*'|[\w.>=<\[\]{}-]+))")
 MODULE = re.compile(r"python -m ([\w.]+)")
 FILLED = {  # what fields of texts hold, in the order in which they stand
     "strategy='hetero_{}'": ["balanced"],
@@ -136,7 +136,7 @@ def test_a_command_in_a_message_is_read(text: str, tmp_path: Path, monkeypatch: 
 def test_what_is_installed_exists_and_is_not_us() -> None:
     """No index has this package: from one, strangers' code might come under our name."""
     for text, (place, match) in found(INSTALL).items():
-        (word,) = shlex.split(filled(match[0]).removeprefix("pip install "))
+        *_, word = shlex.split(filled(match[0]))
         if not word.startswith("."):  # of a checkout
             assert Requirement(word).name != "lightning-hetero", f"{place}: {text}"
 
@@ -148,5 +148,5 @@ def test_modules_that_are_run_exist() -> None:
 
 def test_each_kind_is_found() -> None:
     """Or these tests would pass by finding nothing."""
-    assert len(found(NAMED)) >= 4 and len(found(COMMAND)) >= 3 and found(INSTALL)
+    assert len(found(NAMED)) >= 4 and len(found(COMMAND)) >= 2 and found(INSTALL)
     assert {"Trainer(devices=1)", "LoadBalancedStrategy(rebalance=False)", "HeteroTrace()"} <= {c for _, c in calls()}
