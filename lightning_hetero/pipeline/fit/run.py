@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.pipeline.decide.costs import model_to_plain
@@ -72,11 +71,7 @@ class PipelineRun(RunOnRank):
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def install(
-        self,
-        planned: PlanResult,
-        backbone: Backbone,
-        *,
-        to_device: Callable[[Any], Any],
+        self, planned: PlanResult, backbone: Backbone, *, to_device: Callable[[Any], Any]
     ) -> RankInPlan:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
@@ -88,14 +83,10 @@ class PipelineRun(RunOnRank):
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
         controller = self.settings.controller if self.fitting else None
         learn = partial(
-            agree_layout,
-            module=self.module,
-            channel=self.channel,
-            leader=planned.plan.groups[0].ranks[0],
-            device=self.settings.device,
-            to_device=to_device,
+            agree_layout, module=self.module, channel=self.channel, leader=planned.plan.groups[0].ranks[0],
+            device=self.settings.device, to_device=to_device,
             needed=controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups),
-        )
+        )  # fmt: skip
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
         self.backbone, self.watched = backbone, controller is not None
@@ -184,9 +175,10 @@ class PipelineRun(RunOnRank):
         groups = () if self.place is None else self.place.planned.plan.groups
         return None if groups and all(len(group.ranks) == 1 for group in groups) else []
 
-    def waiting_in(self, report: StepReport) -> float:
-        """Bubbles are waiting, too, but where each rank is a separate pipeline it has no bubbles."""
-        return super().waiting_in(report) if self.take_reports() is None else not_working(report.records)
+    @property
+    def meets(self) -> bool:
+        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
+        return self.take_reports() is None
 
     def engine_metrics(self) -> dict[str, float]:
         """Changes of plan so far; nothing without a controller."""

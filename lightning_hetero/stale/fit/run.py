@@ -15,7 +15,6 @@ from lightning_hetero.base.elastic.ddp import ElasticRun
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
-from lightning_hetero.cluster.score import not_working
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
@@ -174,10 +173,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
         self.loop = StepLoop(
-            trainer,
-            steps,
-            weight=settings.shared.weight_in(module),
-            sums=settings.server.divide_by is not None,
+            trainer, steps, weight=settings.shared.weight_in(module), sums=settings.server.divide_by is not None
         )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
@@ -186,9 +182,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.undo.callback(guard_groups())
         self.undo.callback(watch_gradient_hooks(module, lambda: bool(self.current_samples()), self._members.warn_once))
         self.undo.callback(
-            redirect_steps(
-                module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once
-            )
+            redirect_steps(module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once)
         )
 
     def _call(self, index: int, name: str) -> None:
@@ -290,8 +284,9 @@ class StaleRun(ElasticRun[AssignedBinder]):
         measures = self._measures()
         return None if measures is None else self._since.report(measures, self._members.world_size)
 
-    def waiting_in(self, report: StepReport) -> float:
-        return not_working(report.records)
+    @property
+    def meets(self) -> bool:
+        return False
 
     def engine_metrics(self) -> dict[str, float]:
         """Staleness, wasted work and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""

@@ -43,13 +43,9 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        owners: Iterable[object],
-        *,
-        data: Iterable[object] = (),
-        shared: Iterable[object] = (),
+        self, owners: Iterable[object], *, data: Iterable[object] = (), shared: Iterable[object] = (),
         leave: tuple[type[Tensor], ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._undo: list[Callable[[], object]] = []
         parts = _parts(owners)
         pending = [*data, *(v for part in parts for v in vars(part).values() if isinstance(v, _DATA))]
