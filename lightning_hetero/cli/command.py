@@ -22,11 +22,7 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 _WIDTH, _INDENT = 110, 22
 _KEY = re.compile(r"(?:  - )?(?!override)(\w+):(?: ([^#]*?))? *# (.*)")
-_FLAGS = """
-Flags:
-  --cfg job           print the composed configuration instead of running
-  --version, --help
-"""
+_FLAGS = "Flags: --version, --help, and --cfg job, which prints the composed configuration instead of running"
 
 
 def start(name: str) -> Any:
@@ -42,7 +38,7 @@ def start(name: str) -> Any:
         if {"--help", "-h"} & set(given):
             import hydra
 
-            return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(_asked_for_help)()
+            return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(lambda cfg: None)()
         if name == "plan":  # ranks of a training get their own
             return _in_one_line(name)
     return import_module(f"lightning_hetero.cli.{name}").main()
@@ -67,10 +63,6 @@ def overrides(given: Sequence[str]) -> list[str]:
     ['cluster=islands', 'cluster.spec=my/own.yaml']
     """
     return [re.sub(r"^cluster=(?=.*\.ya?ml$)", "cluster.spec=", one) for one in given]
-
-
-def _asked_for_help(cfg: Any) -> None:
-    """Stands for a command whose ``--help`` is asked for: Hydra runs nothing then."""
 
 
 def train() -> Any:
@@ -103,7 +95,7 @@ def help_text(name: str) -> str:
             else:
                 lines.append(shown)
             lines += wrapped
-    return "\n".join([*lines, _FLAGS.rstrip()]).replace("$", "$$")
+    return "\n".join([*lines, "", _FLAGS]).replace("$", "$$")
 
 
 def command_parser(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
