@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning.pytorch.strategies import DDPStrategy
+
 from lightning_hetero import (
     AutoStrategy,
     BoundedStalenessStrategy,
@@ -63,8 +65,8 @@ class Engine(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its own and those that all engines share; bases hand on the rest as ``**ddp``."""
-        bases = self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1]
+        """Its own, those that all engines share, and `DDPStrategy`'s, which bases hand on as ``**ddp``."""
+        bases = [*self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1], DDPStrategy]
         named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
         return {name: parameter for name, parameter in named.items() if name not in ("self", "ddp")}
 

@@ -177,7 +177,7 @@ class PipelineRun(RunOnRank):
 
     @property
     def meets(self) -> bool:
-        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
+        """Where each rank is a separate pipeline; a pipeline of several ranks has bubbles."""
         return self.take_reports() is None
 
     def engine_metrics(self) -> dict[str, float]:
