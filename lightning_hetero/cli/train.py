@@ -188,7 +188,7 @@ def check_groups(cfg: DictConfig, strategy: Any) -> None:
         ValueError: a key beside the one that the command reads; with the place where it belongs.
     """
     for group, read, of in (("emulation", "scenario", "a scenario's"), ("cluster", "spec", "a cluster's")):
-        for name in sorted(set(cfg.get(group) or {}) - {read}):
+        for name in sorted(set(cfg.get(group) or {}) - {read, "_target_"}):
             raise ValueError(
                 f"nobody reads {group}.{name}: {of} arguments are {group}.{read}.*, here {group}.{read}.{name}=..."
             )

@@ -48,7 +48,7 @@ METRICS = REFERENCE / "metrics.md"
 
 
 def test_every_engine_is_among_these() -> None:
-    shipped = {path for path in (ROOT / "conf/strategy").glob("hetero_*.yaml")}
+    shipped = {path for path in (ROOT / "conf/hetero/strategy").glob("hetero_*.yaml")}
     assert shipped == {engine.group for engine in ENGINES}
     for engine in ENGINES:
         target = yaml.safe_load(engine.group.read_text())["_target_"]
@@ -233,7 +233,7 @@ def test_every_argument_of_a_scenario_is_documented() -> None:
 
 def test_every_option_of_every_group_is_documented() -> None:
     table = {row[0].strip("`"): row[1] for row in rows(section(REFERENCE / "configuration.md", "The command"))}
-    roots = (ROOT / "conf", ROOT / "lightning_hetero/cli/conf")
+    roots = (ROOT / "conf/hetero", ROOT / "lightning_hetero/cli/conf")
     folders = {path.name: path for root in roots for path in root.iterdir() if any(path.glob("*.yaml"))}
     assert set(table) == set(folders)
     for group, folder in folders.items():
