@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.checked import finite_or_none
+from lightning_hetero.cli.command import start
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import read_if_there, read_result, write_report
 from lightning_hetero.cli.screen import JobScreen
@@ -286,4 +287,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    start("train")
