@@ -60,7 +60,7 @@ def _refused(name: str, **_: Any) -> object:
 
 
 class _Names(MetaPathFinder, Loader):
-    """Registers each name of stock DDP's, with ours in the place of ``ddp``, when a package has been imported."""
+    """Registers each name of stock DDP's, with ours instead of ``ddp``, when a package has been imported."""
 
     def __init__(self, package: str) -> None:
         self.package = package

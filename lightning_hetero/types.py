@@ -41,7 +41,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AffineCost:
-    """``T(b) = fixed_s + per_sample_s * b``: what a device costs below and above saturation alike.
+    """``T(b) = fixed_s + per_sample_s * b``: what a device costs, both below and above saturation.
 
     Raises:
         ValueError: a coefficient is negative or not finite.

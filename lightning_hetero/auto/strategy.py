@@ -59,7 +59,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     Args:
         engines: those in question, of ``"balanced"``, ``"pipeline"`` and ``"stale"``; ``None``: all. The stale engine's
             updates are not those of one process; it is taken where it is more than 10 % faster than the others.
-        warm_up_s: aimed-at time of the steps that tell how much a device's times differ [s].
+        warm_up_s: aimed-at time of the steps that show how much a device's times differ [s].
         options: arguments of engines, by name, e.g. ``{"stale": {"bound": 2}}``.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.

@@ -60,9 +60,9 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
             global batch, each rank computes its part in pieces, within the step.
-        quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled anew for each number of
+        quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled again for each number of
             samples, and on devices with tensor cores, a power of two that divides the global batch.
-        policy: a whole `BalancePolicy`, in the place of ``predictor`` and ``dead_band``; ``None`` and ``"predictive"``:
+        policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``; ``None`` and ``"predictive"``:
             the one that these two describe.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
@@ -262,7 +262,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
 
     @property
     def rebalancer(self) -> BatchRebalancer | None:
-        """The `BatchRebalancer` in charge, the Trainer's or else one of our own; ``None`` outside a fit.
+        """The `BatchRebalancer` in charge, the Trainer's or else ours; ``None`` outside a fit.
 
         On one device there is nothing to re-size: one that is switched off.
         """

@@ -64,7 +64,7 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Checks an argument that has few possible values.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: it is not one of them.
     """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {allowed}")
@@ -216,7 +216,7 @@ def name_lost_peer(exception: BaseException, rank: int, failures: FailureBoard |
     Args:
         exception: of this rank.
         rank: this one.
-        failures: of the run; None: there is none.
+        failures: of the run; None: without a record.
     """
     if not lost_contact(exception):
         return

@@ -1,8 +1,8 @@
 """What ranks reduce and gather although their batches, and so their tensors, differ in size (layer L).
 
 Lightning reduces logged tensors through the strategy, so that is where they are put right. Metric objects of
-torchmetrics gather their own states: summed and concatenated ones are right anyway, but `MeanMetric` counts updates
-alike, so give it ``weight=len(x)`` with a batch mean.
+torchmetrics gather their own states: summed and concatenated ones are right anyway, but `MeanMetric` counts all
+updates the same, so give it ``weight=len(x)`` with a batch mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DIMS = 8  # of a tensor, at most
 
 
 def is_mean(reduce_op: object) -> bool:
-    """Tells whether a Lightning ``reduce_op`` asks for a mean over ranks."""
+    """Returns whether a Lightning ``reduce_op`` asks for a mean over ranks."""
     if isinstance(reduce_op, str):
         return reduce_op.lower() in ("mean", "avg")
     return reduce_op == dist.ReduceOp.AVG

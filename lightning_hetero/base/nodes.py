@@ -34,7 +34,7 @@ class Launch:
         local: processes on this node.
         nodes: number of nodes; None: not known.
         even: whether every node has as many, as far as this one can tell.
-        binds: whether the launcher may show each process a device of its own only.
+        binds: whether the launcher may show each process only its own device.
         problem: why training cannot begin in what it has started; else empty.
     """
 
@@ -131,7 +131,7 @@ class UnevenNodesStrategy(LaunchedDDPStrategy):
             self.parallel_devices = devices * launch.local  # each process sees one, its own
 
     def check_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Checks what the Trainer was told against what was started.
+        """Checks the Trainer's arguments against what was started.
 
         Raises:
             ValueError: they differ.

@@ -1,4 +1,4 @@
-"""A fit on one device: stock DDP's, but for a global batch that was asked for or that a checkpoint brings (layer L)."""
+"""A fit on one device: stock DDP's, except for a global batch that was set or that a checkpoint brings (layer L)."""
 
 from __future__ import annotations
 

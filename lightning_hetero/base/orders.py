@@ -42,15 +42,9 @@ class OrderFinder:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: Channel,
-        *,
-        strategy_name: str,
-        global_batch_size: int | None,
-        batch_sampler: Literal["refuse", "pool"],
-        stream: StreamMode | None,
-    ) -> None:
+        self, trainer: Trainer, channel: Channel, *, strategy_name: str, global_batch_size: int | None,
+        batch_sampler: Literal["refuse", "pool"], stream: StreamMode | None,
+    ) -> None:  # fmt: skip
         self.resume: Mapping[str, Any] = {}
         self._trainer = trainer
         self._channel = channel
@@ -67,14 +61,14 @@ class OrderFinder:
         """
         if compat.uses_dataloader_iter(self._trainer):
             raise IndivisibleError(
-                "training_step(dataloader_iter) fetches batches by itself, so they cannot be divided by speed: take"
+                "training_step(dataloader_iter) fetches its own batches, so they cannot be divided by speed: take"
                 " `batch` instead"
             )
         spec = inspect_loader(loader)
         assert isinstance(loader, DataLoader)
         if spec.kind == "batch_sampler" and self._batch_sampler == "refuse":
             raise IndivisibleError(
-                f"the train loader has a batch sampler of its own ({type(batch_source(loader)).__name__}), and dividing"
+                f"the train loader has a custom batch sampler ({type(batch_source(loader)).__name__}), and dividing"
                 " its batches by speed could break what it promises about a batch (equal lengths, class balance). If it"
                 f" promises nothing that matters, pass {self._strategy_name}(batch_sampler='pool'): one batch per"
                 " device is drawn, the pool is divided"

@@ -1,4 +1,4 @@
-"""Whether ranks have train data of their own, which no engine may move to another rank (layer L)."""
+"""Whether ranks have their own train data, which no engine may move to another rank (layer L)."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ def _remedy(trainer: Trainer) -> str:
     return (
         "and the DistributedSampler deals out indices, so that some samples are trained twice and others never. Give"
         " every rank the same files in the same order (sort the listing); or pass"
-        " Trainer(use_distributed_sampler=False) if each rank has data of its own. If they are the same, own_data=False"
+        " Trainer(use_distributed_sampler=False) if each rank has its own data. If they are the same, own_data=False"
         " says so"
     )

@@ -64,7 +64,7 @@ class Refusals:
     zero: str | None = None
 
     def check_ddp_arguments(self, given: Mapping[str, Any], strategy_name: str) -> None:
-        """Refuses arguments for `DistributedDataParallel`, or names them in one warning, where there is none.
+        """Refuses arguments for `DistributedDataParallel`, or names them in one warning, if it is not used.
 
         Args:
             given: of those that `DistributedDataParallel` knows; its defaults say nothing.
@@ -112,7 +112,7 @@ class Refusals:
 
         Args:
             module: attached to its trainer.
-            syncs_batch_norm: whether the Trainer was told ``sync_batchnorm=True``.
+            syncs_batch_norm: whether the Trainer has ``sync_batchnorm=True``.
 
         Raises:
             TypeError: with the reason.

@@ -105,7 +105,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         trainer: the running trainer.
         module: its module.
         fitting: whether this is a fit.
-        channel: small collectives beside training.
+        channel: small collectives during training.
         store: that the ranks of the run share.
         failures: what failed first, on any of them.
         events: of this rank.

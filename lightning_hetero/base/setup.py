@@ -34,7 +34,7 @@ class LastFit:
 def sum_up(run: EngineRun[Any], last_report: Callable[[], StepReport | None], *, told: bool) -> None:
     """Asks for a fit's last report, while there is somebody to ask, and tells in one line who did what.
 
-    No callback of our own does so: a user's callbacks, hooks and loggers see what they see under stock DDP.
+    We add no callback: a user's callbacks, hooks and loggers see what they see under stock DDP.
 
     Args:
         run: the fit, which ends.

@@ -2,7 +2,7 @@
 
 All links of n ranks are n (n - 1) / 2 meetings of two. In a round every rank meets at most one other, so that no
 measurement disturbs another at its ends: the round-robin tournament (circle method, textbook) needs n - 1 rounds. For
-many ranks that takes too long, and links between the same two hosts are alike: then all pairs within each host meet,
+many ranks that takes too long, and links between the same two hosts are equal: then all pairs within each host meet,
 one rank per host meets those of other hosts, and among very many only those at distances 1, 2, 4, ... do.
 """
 
@@ -23,7 +23,7 @@ _WORKSPACE_BYTES = 0.5 * 2.0**30  # of cuBLAS, cuDNN and the like, and what a st
 def tournament(players: Sequence[int]) -> list[list[Pair]]:
     """Returns rounds of disjoint pairs in which every two players meet exactly once.
 
-    n - 1 rounds for an even number n of players, n for an odd one, in each of which another player rests.
+    n - 1 rounds for an even number n of players, n for an odd one, in each of which another player has a break.
 
     >>> tournament([0, 1, 2, 3])
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -115,13 +115,13 @@ def complete_links(
     Args:
         measured: by (from, to).
         hosts: name of each rank's host, by rank.
-        wired: hosts whose devices are joined by wires of their own (GPUs), so that each link inside has its own value;
+        wired: hosts whose devices are joined by separate wires (GPUs), so that each link inside has its own value;
             those that differ by less than ``tolerance`` are made equal, see `level`, and those not measured get the
             median of the others.
         tolerance: relative.
 
     Raises:
-        ValueError: nothing tells what the links of a host are.
+        ValueError: nothing is known about the links of a host.
     """
     classes: dict[tuple[str, str], list[Link]] = {}
     out_of: dict[str, list[Link]] = {}

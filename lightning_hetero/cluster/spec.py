@@ -40,7 +40,7 @@ def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
     """Reads a description made of plain mappings, lists, numbers and strings; see the module's head.
 
     Args:
-        spec: what YAML or JSON holds, or Hydra hands over; a `Cluster` is returned as it is. Keys:
+        spec: what YAML or JSON holds, or Hydra hands over; a `Cluster` is returned unchanged. Keys:
             ``devices``: list of ``{name, speed, mem, count}``, all optional: speed relative to the device that layers
             are profiled on (1), ``mem`` such as "24 GiB" or bytes (null: no limit), ``count`` equal ones (1).
             ``nodes``: instead of ``devices``: list of ``{name, count, devices, link}``; its ``link`` holds among its
@@ -49,7 +49,7 @@ def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
             ``links``, ``matrix``: exceptions, in this order.
 
     Returns:
-        The cluster; devices without a name of their own are numbered, ``fast:0``, and prefixed by their node,
+        The cluster; devices without a name are numbered, ``fast:0``, and prefixed by their node,
         ``left/fast:0``.
 
     Raises:
@@ -208,10 +208,10 @@ def relinked(cluster: Cluster, links: Sequence[Mapping[str, Any]]) -> Cluster:
 
 
 def ranks_named(cluster: Cluster, end: int | str, *, at: str = "device") -> list[int]:
-    """Returns the ranks that a name stands for: a rank, a device, or all whose names begin so.
+    """Returns the ranks that a name stands for: a rank, a device, or all whose names begin with it.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such ranks.
 
     >>> ranks_named(equal_cluster(3), "device"), ranks_named(equal_cluster(3), 2)
     ([0, 1, 2], [2])

@@ -1,7 +1,7 @@
 """Names ranks that are slow at their work: a sequential test on seconds per item (layer P).
 
 A slow step says little: its batch may be long, or the host was busy for a moment. So the test looks at each rank's
-time per item of work beside the other ranks' of the same step, and adds up evidence:
+time per item of work compared with the other ranks' of the same step, and adds up evidence:
 
     d = log(seconds per item) - median over the other ranks of the same
     S = max(0, S + clip(D / v (d - D / 2), +-LIMIT / STEPS))           slow once S > LIMIT, since S left 0 last

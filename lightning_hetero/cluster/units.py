@@ -1,7 +1,7 @@
 """Sizes, rates, times and numbers of tasks as people and schedulers write them; and back to text (layer P).
 
 A bare number is in the base unit: bytes, bytes per second, seconds. ``null`` and "inf" mean no limit where that has a
-meaning. Powers of ten and of two are told apart (GB, GiB), and so are bits and bytes: "Gb/s" is refused, because half
+meaning. Powers of ten and of two are distinct (GB, GiB), and so are bits and bytes: "Gb/s" is refused, because half
 of those who write it mean the other one.
 """
 

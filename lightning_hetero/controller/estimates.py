@@ -5,13 +5,13 @@ time over what the cluster says is the link's. Where layers are timed one by one
 the device's and what is left is the layer's own: that heals a profile which is wrong about layers. Layers too small to
 matter count for neither: most of what they take is what surrounds a computation.
 
-Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
+Each factor has its own filter, the predictor of the balanced engine (Kalman with a test for jumps): noise is
 averaged, a jump is believed the second time it is seen.
 
 **Not measured.** Only links between neighbouring stages are measured. But what slows one link of a rank mostly slows
 all of them: its interface, or its island's. So a rank is *blamed* if all that was measured of it lately, links to two
 ranks or more, is slow; then its other links count as that slow, too, and so does what groups send one another. And
-what is measured no more (a device at rest, but for a change of what it can do; a link nobody uses) is *forgotten* after
+what is measured no more (an idle device, except a change of what it can do; a link nobody uses) is *forgotten* after
 a while, that is taken for what the profile says, or it would never be tried again; the next time after twice as long,
 until it was found to be well.
 """
@@ -89,7 +89,7 @@ class _Factor:
 
 
 class _Resting:
-    """A rank since it rests: nothing that it computes is the run's, so a change of its time counts.
+    """A rank since it became idle: nothing that it computes is the run's, so a change of its time counts.
 
     Args:
         factor: its time over the profile's, measured when it worked last.
@@ -103,7 +103,7 @@ class _Resting:
         """Takes in what a computation took that is always the same [s].
 
         Returns:
-            The rank's factor by now, if that time has changed since it rests.
+            The rank's factor by now, if that time has changed since it became idle.
         """
         self._seen += 1
         if self._seen <= _UNSTEADY:

@@ -29,8 +29,8 @@ class LyapunovController(ControllerSettings):
         prices: money per hour, of all ranks or by rank. 1.0: money is device hours.
         power_w: of a rank that computes [W], of all or by rank.
         idle_power_w: of a rank that is held and does not compute [W], of all or by rank.
-        rest_cost: part of price and idle power that is due for ranks at rest, 0 to 1.
-        structure: layers may move, and ranks may rest; False: only samples per group are decided again.
+        rest_cost: part of price and idle power that is due for idle ranks, 0 to 1.
+        structure: layers may move, and ranks may be idle; False: only samples per group are decided again.
         dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked
             at.
         share_band: least relative gain for which samples per group change.
@@ -46,17 +46,10 @@ class LyapunovController(ControllerSettings):
     """
 
     def start(
-        self,
-        model: ModelCost,
-        cluster: Cluster,
-        plan: PipelinePlan,
-        *,
-        spans: Sequence[Span] = (),
-        micro_batch_size: int | None = None,
-        max_groups: int | None = None,
-        depth: Literal["auto"] | DepthRule = "auto",
-        planned_batches: int | None = None,
-    ) -> Controller:
+        self, model: ModelCost, cluster: Cluster, plan: PipelinePlan, *, spans: Sequence[Span] = (),
+        micro_batch_size: int | None = None, max_groups: int | None = None,
+        depth: Literal["auto"] | DepthRule = "auto", planned_batches: int | None = None,
+    ) -> Controller:  # fmt: skip
         """Returns a controller for a run that begins with ``plan``.
 
         Args:
@@ -69,13 +62,8 @@ class LyapunovController(ControllerSettings):
             ValueError: numbers by rank of another length than the cluster, or a plan that does not fit it.
         """
         forms = Forms(
-            model,
-            cluster,
-            plan,
-            spans=spans,
-            micro_batch_size=micro_batch_size,
-            max_groups=max_groups,
+            model, cluster, plan, spans=spans, micro_batch_size=micro_batch_size, max_groups=max_groups,
             depth=depth,
-        )
+        )  # fmt: skip
         spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)
         return Controller(self, cluster, plan, forms=forms, spending=spending)

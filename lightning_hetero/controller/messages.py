@@ -43,10 +43,10 @@ class Observation:
         generation: of the plan that it ran under: `Decision.generation`, 0 for the first plan.
         batch_s: from its start to its end, a pause for a migration left out [s]; NaN: not measured.
         work_s: own work of the batch by rank [s], forward and backward of all micro-batches, of a leader with the code
-            around the backbone; free of any waiting. Ranks at rest, and those not measured, are left out.
+            around the backbone; free of any waiting. Idle ranks, and those not measured, are left out.
         layer_s: optional: the same by rank and layer (in the order of the stage's layers) [s].
         links: what was measured of messages between stages; directions not measured are left out.
-        rest_s: of ranks at rest: what a computation that is always the same took [s]; its change counts.
+        rest_s: of idle ranks: what a computation that is always the same took [s]; its change counts.
         prices: money per hour by rank, from now on; ranks left out keep their price.
         micro_batches: sizes by group, if they were not the plan's (a short last batch).
         pause_s: training stood still for a migration just before this batch [s].

@@ -12,7 +12,7 @@ should last, T_ref the first plan's time. r_k is what a batch takes of constrain
 
 and what a batch takes is linear in the time and the samples of the groups:
 
-    money     T' * prices of the ranks in use (+ a part of those at rest)
+    money     T' * prices of the ranks in use (+ a part of those of idle ones)
     energy    T' * idle power, + (power - idle power) * own work
     traffic   activations and gradients on links, + synchronisation
 
@@ -58,15 +58,9 @@ class Objective:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        spending: Spending,
-        *,
-        present: Sequence[Pipe],
-        migration: MigrationModel,
-        horizon: float,
-        known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
-    ) -> None:
+        self, problem: Problem, spending: Spending, *, present: Sequence[Pipe], migration: MigrationModel,
+        horizon: float, known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
+    ) -> None:  # fmt: skip
         self.problem, self.present = problem, tuple(present)
         self._spending, self._weights = spending, [weight for weight in spending.weights if weight.queue > 0.0]
         self._per_time = spending.v / spending.reference_s
@@ -145,7 +139,7 @@ class Objective:
     def estimate(self, pipes: Sequence[Pipe], limit: float = math.inf) -> float:
         """Returns about J, with fractional shares; ``inf`` if the structure does not fit or is not below ``limit``.
 
-        A lower bound of J where memory is not short: it tells which structures are worth to be judged.
+        A lower bound of J where memory is not short: it shows which structures are worth judging.
         """
         problem = self.problem
         alpha, gamma, rest = self._terms(pipes)

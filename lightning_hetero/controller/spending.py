@@ -88,7 +88,7 @@ class Spending:
         queues: by constraint.
         price_per_s: money per second by now, by rank.
         power_w, idle_power_w: of a rank that computes, and of one that is held and does not compute, by rank.
-        rest_cost: part of price and idle power that is due for a rank at rest.
+        rest_cost: part of price and idle power that is due for an idle rank.
         reference_s: T_ref; to be set to the first plan's time.
     """
 

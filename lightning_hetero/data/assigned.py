@@ -133,7 +133,7 @@ class SampleSource:
                     self._fetched.pop(position, None)
 
     def _next_unit(self) -> list[Any]:
-        """Returns the indices that a worker shall fetch next; one sample in vain where nothing was hinted."""
+        """Returns the indices that a worker shall fetch next; one wasted sample where nothing was hinted."""
         start, end = self._units.popleft() if self._units else (0, 0)
         self._under_way.append((start, end))
         return [self._indices[p] for p in range(start, end)] or [self._indices[0]]

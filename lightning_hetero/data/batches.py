@@ -124,21 +124,15 @@ class GlobalBatchSampler(EpochSampler):
         order: the epoch's global batches.
         split: decides the shares of a batch when it is drawn.
         rank: this rank.
-        costs: moves the boundaries between parts to where they cost what their shares say; None: samples cost alike.
+        costs: moves the boundaries between parts to where they cost what their shares say; None: all cost the same.
         least: samples of a dummy.
         clock: seconds; to keep the decision out of the fetch time.
     """
 
     def __init__(
-        self,
-        order: EpochOrder,
-        *,
-        split: Split,
-        rank: int,
-        least: int = 1,
-        costs: SampleCosts | None = None,
+        self, order: EpochOrder, *, split: Split, rank: int, least: int = 1, costs: SampleCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(order)
         self.rank = rank
         self.decision_s = 0.0
@@ -149,17 +143,17 @@ class GlobalBatchSampler(EpochSampler):
         self._next: tuple[int, bool, deque[Part]] = (0, True, deque())
         self._look: list[list[Any]] | None = None
 
-    def begin(self, position: int, *, anew: bool = False) -> deque[Part]:
+    def begin(self, position: int, *, restarts: bool = False) -> deque[Part]:
         """Sets where the next iteration starts and returns the queue of parts it will issue.
 
         Args:
             position: batches of this epoch already trained on. A shorter loader that `CombinedLoader` cycles again
                 starts at a multiple of its length, hence the modulo.
-            anew: they are all of the epoch's, and Lightning trains its first one once more: a run that ``max_steps``
+            restarts: they are all of the epoch's, and Lightning trains its first one again: a run that ``max_steps``
                 ended there goes on.
         """
         issued: deque[Part] = deque()
-        self._next = (position, anew, issued)
+        self._next = (position, restarts, issued)
         return issued
 
     def begin_look(self, world_size: int) -> None:
@@ -171,10 +165,10 @@ class GlobalBatchSampler(EpochSampler):
             looked_at, self._look = self._look, None
             yield from looked_at
             return
-        position, anew, issued = self._next
+        position, restarts, issued = self._next
         self._next = (0, True, deque())
         (indices, ends), epoch = self.draw(), self.epoch
-        first = 0 if anew else position % max(1, len(ends))
+        first = 0 if restarts else position % max(1, len(ends))
         for i, (start, end) in enumerate(list(pairwise((0, *ends)))[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)

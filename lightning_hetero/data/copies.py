@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 
 class BatchFeed(ABC):
-    """What a copied loader hands out in the place of its own batches."""
+    """What a copied loader hands out instead of its own batches."""
 
     @abstractmethod
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -42,7 +42,7 @@ class BatchFeed(ABC):
 class LazyIterator(Iterator[Any]):
     """An iterator of a fed copy that begins when the first batch is drawn; given itself, by which it is known.
 
-    No generator: one that knows itself is kept by itself, and would keep the loader's workers when nobody draws more.
+    No generator: one that knows itself keeps itself alive, and would keep the loader's workers when nobody draws more.
 
     Args:
         begin: returns the batches.
@@ -75,15 +75,15 @@ def fed_copy(loader: DataLoader, feed: BatchFeed, **attributes: Any) -> DataLoad
 
 
 def users_own(loader: Any) -> Any:
-    """Returns the user's loader that a fed copy was made of; any other loader as it is.
+    """Returns the user's loader that a fed copy was made of; any other loader unchanged.
 
-    A `CombinedLoader` keeps what the Trainer reads in the place of its loaders, and a second fit gets that.
+    A `CombinedLoader` keeps what the Trainer reads instead of its loaders, and a second fit gets that.
     """
     return getattr(loader, "__dict__", {}).get("_hetero_origin", loader)
 
 
 def keep_samples(samples: list[Any]) -> list[Any]:
-    """A collate function that leaves samples as they are; here, so that workers can import it."""
+    """A collate function that leaves samples unchanged; here, so that workers can import it."""
     return samples
 
 

@@ -1,4 +1,4 @@
-"""What samples cost, where it is known before they are loaded: parts of a batch that cost alike (layer T)."""
+"""What samples cost, where it is known before they are loaded: parts of a batch of equal cost (layer T)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ class SampleCosts:
     """
 
     def __init__(
-        self,
-        given: Sequence[float] | Callable[[Any], float],
-        *,
-        lower: Sequence[int],
-        upper: Sequence[int],
+        self, given: Sequence[float] | Callable[[Any], float], *, lower: Sequence[int], upper: Sequence[int],
         quantum: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._function = given if callable(given) else None
         self._costs = np.empty(0) if callable(given) else np.asarray(given, dtype=np.float64)
         _check(self._costs, range(len(self._costs)))
@@ -40,7 +36,7 @@ class SampleCosts:
         """Returns the costs of these samples.
 
         Raises:
-            ValueError: a function has none for one of them, see above.
+            ValueError: a function gives no cost for one of them, see above.
         """
         if self._function is None:
             return self._costs[list(indices)].tolist()

@@ -4,8 +4,8 @@ Stock DDP leaves a rank's samples with the rank, so a dataset may differ between
 another order of a directory. An engine that moves samples between ranks would train some twice and others never.
 
 A sample is read as the loader would read it: in a worker where the loader has workers, so that a dataset which opens
-its files at the first sample opens none in the main process. Values are compared roughly, because devices that are not
-alike do not decode and transform alike to the last bit. What is random is found by a second read under another seed,
+its files at the first sample opens none in the main process. Values are compared roughly, because different
+devices do not decode and transform to the same last bit. What is random is found by a second read under another seed,
 and left out.
 """
 
@@ -37,7 +37,7 @@ _ROUGH, _EXACT = 1e-2, 1e-5  # of the largest value: what decoders and FFTs of t
 
 
 def fingerprints(loader: DataLoader, indices: Sequence[Any], *, again: bool = False) -> list[Print]:
-    """Returns what some samples of a map-style loader's dataset look like; random streams stay as they were.
+    """Returns what some samples of a map-style loader's dataset look like; random streams are unchanged.
 
     Args:
         loader: the user's; not changed.
@@ -77,7 +77,7 @@ class _Reading(Dataset[Print]):
 def differs(
     everyone: Sequence[Sequence[Print]], again: Sequence[Sequence[Print]] | None = None
 ) -> tuple[int, int, str] | None:
-    """Returns a rank with other samples than rank 0, which sample and what of it; None: all ranks' are alike.
+    """Returns a rank with other samples than rank 0, which sample and what of it; None: all ranks' are the same.
 
     Args:
         everyone: each rank's fingerprints.

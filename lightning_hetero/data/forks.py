@@ -17,7 +17,7 @@ _spared = False
 def spare_inherited() -> None:
     """From now on children that this process forks never collect what they inherit; idempotent, and not undone.
 
-    What is garbage when a fit has ended stays so, and the next worker may be forked by another loader.
+    What is garbage when a fit has ended stays garbage, and the next worker may be forked by another loader.
     """
     global _spared
     if not _spared and hasattr(os, "register_at_fork"):

@@ -91,7 +91,7 @@ def first_samples(loader: DataLoader, most: int, *, in_use: bool = False) -> lis
 
     Raises:
         TypeError: a stream that is in use cannot be copied.
-        ValueError: there are none.
+        ValueError: there are no batches.
     """
     if isinstance(loader.dataset, IterableDataset):
         samples = list(islice(iter(copy.deepcopy(loader.dataset) if in_use else loader.dataset), most))

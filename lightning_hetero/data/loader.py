@@ -42,7 +42,7 @@ class LoaderSpec:
     Attributes:
         kind: ``plain`` (torch's own samplers), ``sampler``, ``distributed`` (exactly torch's `DistributedSampler`),
             ``distributed_subclass``, ``batch_sampler``, ``stream``.
-        samples: length of the dataset, ``None`` if it has none.
+        samples: length of the dataset, ``None`` without a length.
         batch_size: per-device batch size, ``None`` if a batch sampler decides it.
         drop_last: leave out the partial last batch.
         read_ahead: batches requested before the oldest of them is used.
@@ -119,7 +119,7 @@ def _kind_of(sampler: object) -> LoaderKind:
 
 
 def batch_source(loader: DataLoader) -> Any:
-    """Returns what the loader draws from: its batch sampler, or the sampler in its place with ``batch_size=None``."""
+    """Returns what the loader draws from: its batch sampler, or the sampler instead with ``batch_size=None``."""
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
@@ -149,21 +149,16 @@ class _Asked(Sampler[Any]):
 
 
 def base_sampler(loader: DataLoader) -> Any:
-    """Returns the sampler of single indices behind a loader without a batch sampler of its own."""
+    """Returns the sampler of single indices behind a loader without its own batch sampler."""
     source = batch_source(loader)
     return source.sampler if type(source) is BatchSampler else loader.sampler
 
 
 def rebatched_loader(
-    loader: DataLoader,
-    sampler: GlobalBatchSampler,
-    *,
-    position: Callable[[], int],
-    anew: Callable[[], bool] = lambda: False,
-    on_fetch: Callable[[Part], None],
-    looks_on: Callable[[object], int] = lambda _: 0,
-    counted: bool = True,
-) -> DataLoader:
+    loader: DataLoader, sampler: GlobalBatchSampler, *, position: Callable[[], int],
+    restarts: Callable[[], bool] = lambda: False, on_fetch: Callable[[Part], None],
+    looks_on: Callable[[object], int] = lambda _: 0, counted: bool = True,
+) -> DataLoader:  # fmt: skip
     """Returns a copy of ``loader`` that draws this rank's parts from ``sampler``.
 
     Args:
@@ -171,7 +166,7 @@ def rebatched_loader(
         sampler: decides and notes the parts.
         position: batches of this epoch already trained on; asked when the first batch is drawn, not when the
             iterator is made, because Lightning makes it before a checkpoint has settled its counters.
-        anew: whether they are all of the epoch's, see `GlobalBatchSampler.begin`; asked with ``position``.
+        restarts: whether they are all of the epoch's, see `GlobalBatchSampler.begin`; asked with ``position``.
         on_fetch: gets each part when its batch is handed out, in order.
         looks_on: given an iterator of the copy, 0 if it trains, or the number of ranks if somebody only looks at its
             batches; those are equal parts, and no part is reported.
@@ -179,7 +174,7 @@ def rebatched_loader(
     """
     # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
     attributes = {"in_order": True, **sampled_by(loader, sampler, sampler.order)}
-    feed = _Parts(sampler, position, anew, on_fetch, looks_on, watch_drops(loader, counted))
+    feed = _Parts(sampler, position, restarts, on_fetch, looks_on, watch_drops(loader, counted))
     return fed_copy(loader, feed, **attributes)
 
 
@@ -197,7 +192,7 @@ class _Parts(BatchFeed):
 
     sampler: GlobalBatchSampler
     position: Callable[[], int]
-    anew: Callable[[], bool]
+    restarts: Callable[[], bool]
     on_fetch: Callable[[Part], None]
     looks_on: Callable[[object], int]
     drops: DroppedSamples
@@ -215,7 +210,7 @@ class _Parts(BatchFeed):
 
     def _trained_on(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler = self.sampler
-        issued = sampler.begin(self.position(), anew=self.anew())
+        issued = sampler.begin(self.position(), restarts=self.restarts())
         batches = own()
         for number in count():
             started_s, decided_s = time.perf_counter(), sampler.decision_s

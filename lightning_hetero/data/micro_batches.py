@@ -20,26 +20,21 @@ from lightning_hetero.data.layouts import WAY_OUT, Layout, parts_of
 
 
 def split_batch(
-    batch: Any,
-    sizes: Sequence[int],
-    layout: Layout | None,
-    *,
-    samples: int,
-    owner: object = None,
+    batch: Any, sizes: Sequence[int], layout: Layout | None, *, samples: int, owner: object = None
 ) -> list[Any]:
     """Returns one batch for each of ``sizes``, in the order of the samples; tensors are views.
 
     Args:
         batch: as the DataLoader made it.
         sizes: samples of each micro-batch.
-        layout: of the loader's batches; not needed for a single micro-batch, or by an owner with a way of its own.
+        layout: of the loader's batches; not needed for a single micro-batch, or by an owner with its own way.
         samples: of the whole batch.
         owner: the LightningModule, whose method ``split_batch(batch, sizes)`` goes first if there is one; not asked
             for a single micro-batch.
 
     Raises:
         ValueError: sizes that are not whole numbers >= 1, or do not sum up to ``samples``.
-        TypeError: a batch that is not laid out so; says where, and the way out.
+        TypeError: a batch of another layout; says where, and the way out.
     """
     sizes = tuple(sizes)
     if not sizes or any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != samples:

@@ -2,7 +2,7 @@
 
 | the user's loader has                                   | global batch t is                                        |
 |---------------------------------------------------------|----------------------------------------------------------|
-| no sampler of its own (``shuffle`` on or off)           | what stock DDP trains on: ``DistributedSampler``'s order |
+| no custom sampler (``shuffle`` on or off)               | what stock DDP trains on: ``DistributedSampler``'s order |
 | its own ``Sampler``                                     | the next B of rank 0's sequence, sent to all             |
 | ``DistributedSampler``                                  | what the ranks' samplers draw together                   |
 | any sampler, ``use_distributed_sampler=False``          | the ranks' own t-th batches, pooled                      |
@@ -54,7 +54,7 @@ class EpochOrder(ABC):
 
     @property
     def source(self) -> object:
-        """The user's sampler or batch sampler that is drawn from; None: there is none."""
+        """The user's sampler or batch sampler that is drawn from; None: no sampler."""
         return None
 
     def announce(self, epoch: int) -> None:
@@ -79,12 +79,12 @@ class EpochOrder(ABC):
 
     @abstractmethod
     def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
-        """Returns `batches`, once the sampler has been told the epoch."""
+        """Returns `batches`, once the sampler knows the epoch."""
 
     def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
         """Returns what stock DDP would show a rank that looks at the loader before the epoch is drawn.
 
-        Nothing is said to other ranks, and generators stay as they were.
+        Nothing is said to other ranks, and generators are unchanged.
         """
         return equal_parts(*self._drawn(epoch), rank, world_size)
 
@@ -160,7 +160,7 @@ class ShuffledOrder(FixedSizeOrder):
 class SamplerOrder(FixedSizeOrder):
     """A user's own sampler: rank 0 draws it once per epoch, everybody gets the same sequence.
 
-    A sampler without a generator of its own draws from the global one, so the draw is done under a seed made of
+    A sampler without its own generator draws from the global one, so the draw is done under a seed made of
     ``seed + epoch``: reproducible on resume, and the ranks' own random streams stay untouched. A sampler with its own
     ``generator`` keeps it; its state at the start of the epoch goes into the checkpoint.
 

@@ -1,4 +1,4 @@
-"""One dataset divided among clients that are not alike, the same each time: for trials of federated learning (layer T).
+"""One dataset divided among clients that differ, the same each time: for trials of federated learning (layer T).
 
     data = partition_by_labels(labels, clients=8, alpha=0.3, seed=0)
     mine = torch.utils.data.Subset(dataset, data[trainer.global_rank])
@@ -24,7 +24,7 @@ def partition_by_labels(
     """Returns each client's indices: of every label, parts that are drawn from a Dirichlet distribution.
 
     After Hsu, Qi and Brown (2019). Small ``alpha`` gives clients few labels each and different numbers of samples;
-    large ones make all clients alike. Drawn again until every client has ``least`` samples.
+    large ones make all clients similar. Drawn again until every client has ``least`` samples.
 
     Args:
         labels: of each sample: a sequence of numbers or words, or a tensor of shape ``(N,)``.

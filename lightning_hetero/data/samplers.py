@@ -17,7 +17,7 @@ from lightning_hetero.measure.device import device_of, save_generator, save_rand
 def announce_epoch(source: object, epoch: int) -> None:
     """Calls ``set_epoch`` of a sampler and of the sampler inside a batch sampler.
 
-    Lightning does so only for samplers it finds on the loader, where ours now stands in their place.
+    Lightning does so only for samplers it finds on the loader, where ours has replaced them.
     """
     for sampler in (source, getattr(source, "sampler", None)):
         set_epoch = getattr(sampler, "set_epoch", None)
@@ -57,14 +57,14 @@ def splits_by_rank(sampler: object, world_size: int) -> bool:
 
 
 def draw(sampler: Iterable[Any], seed: int) -> list[Any]:
-    """Returns ``list(sampler)`` drawn under ``seed``; the global random streams are left as they were."""
+    """Returns ``list(sampler)`` drawn under ``seed``; the global random streams are unchanged."""
     with _seeded(seed):
         return list(sampler)
 
 
 @contextmanager
 def undrawn(sampler: object, seed: int = 0) -> Iterator[None]:
-    """Inside, what is drawn leaves the global random streams, and generators the sampler holds, as they were."""
+    """Inside, what is drawn leaves the global random streams, and generators the sampler holds, unchanged."""
     owners = (sampler, getattr(sampler, "sampler", None))
     held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
     undo = [put_back for value in held if (put_back := save_generator(value, value)) is not None]

@@ -91,7 +91,7 @@ class Slowdown:
             _put(self, "steps", whole("Slowdown.steps", self.steps, least=1))
 
     def holds(self, rank: int, step: int) -> bool:
-        """Tells whether ``rank`` is slowed down at ``step``."""
+        """Returns whether ``rank`` is slowed down at ``step``."""
         return rank == self.rank and 0 <= step - self.step < (math.inf if self.steps is None else self.steps)
 
 

@@ -1,6 +1,6 @@
 """What unequal hardware looks like, as one object: speeds, noise, changes, faults, memory caps (layer P).
 
-A `Scenario` drives tests, examples, benchmarks and simulation alike, so that they mean the same by "rank 3 is
+A `Scenario` drives tests, examples, benchmarks and simulation, so that they mean the same by "rank 3 is
 four times slower from step 60 on". It is pure: the same (seed, rank, step) gives the same numbers in every
 process and in any order of calls, because each number comes from its own position of a counter-based
 generator (Philox; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and never from a state
@@ -55,7 +55,7 @@ class Scenario:
             of two speed changes at one step the later in the list holds.
         faults: `Fault` (``step, rank, kind, stall_s``); at most one per rank and step.
         mem_samples: most samples a rank's memory holds in one forward pass, by rank: a list (``None``: no
-            cap; ranks beyond the list have none) or a mapping {rank: samples}. Throttled ranks raise
+            cap; ranks beyond the list have no cap) or a mapping {rank: samples}. Throttled ranks raise
             `torch.OutOfMemoryError` if their batch is larger, without touching real memory.
         seed: of jitter and spells; in [0, 2**64).
 

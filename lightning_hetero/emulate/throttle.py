@@ -148,7 +148,7 @@ class Throttle:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the number of samples matters, or `begin` may be told 0."""
+        """Whether the number of samples matters, or `begin` may get 0."""
         return self.scenario.sample_s is not None or self.scenario.mem_cap(self.rank) is not None
 
     def begin(self, step: int, samples: int) -> None:

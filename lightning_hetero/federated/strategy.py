@@ -53,7 +53,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             rank has.
         server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
         proximal: strength of FedProx's pull towards the last average, mu; 0: none.
-        participation: part of the ranks that take part in a round, drawn anew for each.
+        participation: part of the ranks that take part in a round, drawn again for each.
         min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
             ``None``: a lost rank ends the run, as under DDP.
         liveness_s: with ``min_clients``, silence after which a rank is left out where the others meet.

@@ -8,7 +8,7 @@
 ``batches``        what the loop does with one batch, and the callbacks it calls
 ``empty_batches``  batches that are None, and which hooks hear of them
 ``launchers``      launchers that let a run go on without a process that was killed; import them from there
-``patches``        an attribute of an instance replaced for a while; likewise
+``patches``        an attribute of an instance replaced for a while; the same
 
 Each function says what it reads, why no public way exists, and which test pins it to the installed versions
 (`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6. Names without an underscore are read from here.

@@ -65,7 +65,7 @@ def stop_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
 
 
 def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]) -> Callable[[], None]:
-    """Puts another exchange in the place of the loop's broadcast before every batch; returns undo.
+    """Makes another exchange replace the loop's broadcast before every batch; returns undo.
 
     The loop's own cannot be interrupted, so a rank would wait in it for one that has failed, and it passes over errors.
 
@@ -118,7 +118,7 @@ def requeues(trainer: Trainer) -> bool:
 
 
 def defer_requeue(trainer: Trainer, told: Callable[[int], None]) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Has ``told`` called in the place of Lightning's handler of the signal by which SLURM asks to requeue the job.
+    """Has ``told`` called instead of Lightning's handler of the signal by which SLURM asks to requeue the job.
 
     That one saves a checkpoint and calls ``scontrol requeue`` at once. To be called before the Trainer sets handlers.
 
@@ -183,7 +183,7 @@ def _step_arguments(trainer: Trainer, batch: Any, batch_idx: int) -> OrderedDict
 
 
 def batch_to_device(trainer: Trainer, batch: Any, move: Callable[[Any], Any] | None = None) -> Any:
-    """Moves a training batch as the loop does, with the user's hooks; by ``move`` in the place of the strategy.
+    """Moves a training batch as the loop does, with the user's hooks; by ``move`` instead of the strategy.
 
     Private: ``LightningModule._on_before_batch_transfer``, which knows whether the user's hooks take an index.
     """
@@ -194,7 +194,7 @@ def batch_to_device(trainer: Trainer, batch: Any, move: Callable[[Any], Any] | N
 
 @contextmanager
 def collect_clipping(trainer: Trainer, collect: Callable[[float, str, Any], None]) -> Iterator[None]:
-    """Inside, gradients are not clipped; ``collect(value, algorithm, optimizer)`` is told how they should be.
+    """Inside, gradients are not clipped; ``collect(value, algorithm, optimizer)`` gets how they should be.
 
     The plugin's ``clip_gradients`` is public and where the Trainer's setting, ``configure_gradient_clipping`` and
     ``self.clip_gradients`` end up.
@@ -212,7 +212,7 @@ def collect_clipping(trainer: Trainer, collect: Callable[[float, str, Any], None
 def averaging_callbacks(trainer: Trainer) -> list[tuple[Callback, LightningModule]]:
     """Lightning's callbacks that average weights, each with its copy of the module, from set-up on.
 
-    `WeightAveraging` (2.6 and later) wraps the copy, `StochasticWeightAveraging` has it as it is.
+    `WeightAveraging` (2.6 and later) wraps the copy, `StochasticWeightAveraging` has it unwrapped.
     """
     found: list[tuple[Callback, LightningModule]] = []
     for callback in trainer_callbacks(trainer):

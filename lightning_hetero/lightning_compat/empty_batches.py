@@ -8,7 +8,7 @@ exactly if its code uses neither batch nor outputs. Every way that asks less of 
 - *Call all with None*, as Lightning does. ``outputs["loss"]``, in most hooks of users, ends the fit.
 - *Call all with the last batch*, or one of a sample. Metrics count it again, in silence.
 - *Call with a stand-in that notices its use.* Part of the hook has run by then, and ``batch is None`` is not noticed.
-- *An attribute* that asks for every batch. Code written for DDP has none, so it is "call none" for all who do not know.
+- *An attribute* that asks for every batch. Code written for DDP lacks it, so it is "call none" for all who do not know.
 - *The signature.* Lightning passes all arguments by position: every hook has them.
 - *The source text.* It may be gone, or edited since the program started.
 
@@ -133,7 +133,7 @@ def _decides_in_every_batch(finder: _LRCallback) -> Callable[..., None]:
 
 
 def _counts_batches(callback: Callback) -> bool:
-    """Whether the end of every batch must be told to this callback on every rank alike, whatever its code uses."""
+    """Whether this callback must get the end of every batch on every rank, whatever its code uses."""
     if isinstance(callback, Checkpoint | EarlyStopping | Timer):
         return True
     if "on_train_batch_end" in vars(callback):  # a user's function, as in LambdaCallback

@@ -12,7 +12,7 @@ a parameter server it does not. What a launcher of ours does when a local rank e
 | exit code above 0 (an exception: its own traceback)     | everybody ends      | everybody ends |
 
 Local rank 0 holds what the user gets back: without it everybody ends, also while they start. Ranks that end anyhow,
-because they were told the cause, have `GRACE_S` for their own last words; then they are killed.
+because they know the cause, have `GRACE_S` for their own last words; then they are killed.
 
 The private names of Lightning used here are pinned by ``tests/ranks/lightning_compat/test_launchers.py`` (2.5, 2.6).
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""What ranks get to end by themselves, and to say why, before they are killed [s]."""
+"""What ranks get to end on their own, and to say why, before they are killed [s]."""
 
 _POLL_S = 0.2  # only where the system cannot tell at once that a process has ended
 LEFT_BEHIND = 75
@@ -69,13 +69,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """
 
     def __init__(
-        self,
-        cluster_environment: ClusterEnvironment,
-        num_processes: int,
-        num_nodes: int,
-        *,
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int, *,
         tolerates: Callable[[], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.tolerates = tolerates
         self.tolerated: set[int] = set()
@@ -162,7 +158,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 def _end_stopped(owner: int, procs: list[subprocess.Popen]) -> None:
     """Kills children that are stopped when the process that started them ends: nobody else will wake or end them.
 
-    Children that run end by themselves, whatever this process ended with.
+    Children that run end on their own, whatever this process ended with.
     """
     for rank, proc in enumerate(procs, 1) if os.getpid() == owner else ():
         if proc.poll() is None and process_state(proc.pid) == b"T":

@@ -25,7 +25,7 @@ def train_loaders(trainer: Trainer) -> list[Any]:
 def train_source(trainer: Trainer) -> Any:
     """The user's train loader as given, or as ``train_dataloader()`` makes it, before the Trainer has set it up.
 
-    ``trainer.train_dataloader`` is the loader in use, which there is none of before training starts.
+    ``trainer.train_dataloader`` is the loader in use; before training starts no loader is.
     """
     return trainer.fit_loop._data_source.dataloader()
 

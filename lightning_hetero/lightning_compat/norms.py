@@ -29,7 +29,7 @@ def norms_by(
 
     Args:
         total: returns the norm of all gradients together, from these and the order of the norm; None: stock's.
-        each: returns the norm of each parameter's gradient, None where there is none; or None: stock's.
+        each: returns the norm of each parameter's gradient, None without a gradient; or None: stock's.
     """
     stock_total: Any = vars(clip_grad)["_get_total_norm"]
     stock_grad_norm = types.FunctionType(grads.grad_norm.__code__, grads.__dict__, argdefs=grads.grad_norm.__defaults__)

@@ -85,12 +85,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         with questions:
             with answers:
                 processes: Any = mp.start_processes(
-                    self._run_rank,
-                    args=(answers, *given),
-                    nprocs=self._strategy.num_processes,
-                    start_method=self._start_method,
-                    join=False,
-                )
+                    self._run_rank, args=(answers, *given), nprocs=self._strategy.num_processes,
+                    start_method=self._start_method, join=False,
+                )  # fmt: skip
             self.procs = processes.processes
             self._join(processes, questions)
         if results.empty():
@@ -115,7 +112,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 if local_rank:
                     raise
                 # Lightning's own ends without a result, and the process that launched it waits for the result.
-                raise RuntimeError("SIGTERM: training was told to end, and has ended before its time") from error
+                raise RuntimeError("SIGTERM: training was asked to end, and has ended early") from error
             except BaseException as error:
                 # Lightning calls this in the process that launches, which knows nothing of the run; ranks must hear.
                 self._strategy.on_exception(error)
@@ -178,7 +175,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 def _has_cause(processes: Any, sentinel: Any) -> bool:
-    """Whether this process has left a traceback of its own, and not only heard from the server of another's failure."""
+    """Whether this process has left its own traceback, and not only heard from the server of another's failure."""
     try:
         with open(processes.error_files[processes.sentinels[sentinel]], "rb") as file:
             return RemoteFailureError.__name__.encode() not in file.read()

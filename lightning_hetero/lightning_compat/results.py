@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
@@ -27,6 +31,21 @@ def show_on_progress_bar(trainer: Trainer, name: str, value: str) -> None:
     them reduces over ranks at an epoch's end.
     """
     trainer._logger_connector._progress_bar_metrics[name] = value  # pyright: ignore[reportArgumentType]
+
+
+def tell_past_bar(text: str) -> None:
+    """As ``rank_zero_info``, above a progress bar that is being drawn, not into it.
+
+    A bar of tqdm is cleared for the moment; one of Rich takes in what is written to ``sys.stderr`` meanwhile, which is
+    not what Lightning's handlers have kept.
+    """
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    handlers = [h for logger in loggers for h in logger.handlers if type(h) is logging.StreamHandler]
+    with tqdm.external_write_mode():
+        before = [(handler, stream) for handler in handlers if (stream := handler.setStream(sys.stderr)) is not None]
+        rank_zero_info(text)
+        for handler, stream in before:
+            handler.setStream(stream)
 
 
 def reduced_names(trainer: Trainer) -> list[str]:
@@ -145,7 +164,7 @@ def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
 
 
 def _neutral(meta: Any, value: Tensor) -> Tensor:
-    """Returns what changes nothing under the reduction of a logged value; only its metadata tells which it is."""
+    """Returns what changes nothing under the reduction of a logged value; only its metadata say which it is."""
     if meta.is_mean_reduction:  # counts with weight 0, but 0 * NaN is NaN
         return torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
     if not value.is_floating_point():
@@ -169,7 +188,7 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
     """Returns what puts the module's torchmetrics back as they are now, once.
 
     ``metric_state`` is public, the update counter and the cached value are not. What was updated meanwhile computes
-    anew: ranks whose updates stay have no cached value, and gather.
+    again: ranks whose updates stay have no cached value, and gather.
     """
     from torchmetrics import Metric
 

@@ -18,7 +18,7 @@ from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
 
 
 def syncs_batch_norm(strategy: DDPStrategy) -> bool:
-    """Whether the Trainer was told ``sync_batchnorm=True``.
+    """Whether the Trainer has ``sync_batchnorm=True``.
 
     Private: ``_layer_sync``; the Trainer keeps the argument nowhere else, and converts the module after set-up began.
     """
@@ -26,7 +26,7 @@ def syncs_batch_norm(strategy: DDPStrategy) -> bool:
 
 
 def follow(old: DDPStrategy, new: DDPStrategy) -> None:
-    """Gives a strategy that was made by itself what the Trainer has given another one.
+    """Gives a strategy that was made separately what the Trainer has given another one.
 
     Private: ``_layer_sync`` and ``_launcher``, which the Trainer gives a strategy when it is made.
 
@@ -44,7 +44,7 @@ def follow(old: DDPStrategy, new: DDPStrategy) -> None:
 
 
 def hand_over(trainer: Trainer, old: DDPStrategy, new: DDPStrategy) -> None:
-    """Puts another strategy in the Trainer's in the place of the one that has been launched, before it is set up.
+    """Puts another strategy in the Trainer instead of the one that has been launched, before it is set up.
 
     Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns.
     """
@@ -107,6 +107,6 @@ class LaunchedDDPStrategy(DDPStrategy):
         return super()._get_process_group_backend()
 
     def choose_backend(self) -> str:
-        """Settles and returns `process_group_backend`, for a rank that makes its process group by itself."""
+        """Settles and returns `process_group_backend`, for a rank that makes its own process group."""
         self._process_group_backend = self._get_process_group_backend()
         return self._process_group_backend

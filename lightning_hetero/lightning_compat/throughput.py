@@ -42,7 +42,7 @@ def count_throughput(trainer: Trainer, trained: Trained) -> Callable[[], None]:
 
 
 class _AllRanks:
-    """Puts rates of all ranks in the place of multiples of this rank's; those called ``device/`` stay its own.
+    """Puts rates of all ranks instead of multiples of this rank's; those called ``device/`` stay its own.
 
     Items, e.g. tokens, are taken to be in proportion to samples.
     """

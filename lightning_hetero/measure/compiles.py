@@ -23,7 +23,7 @@ from lightning_hetero.measure.device import HostDevice
 
 
 class CompileWatch:
-    """Tells whether torch compiled anything in this process since it was asked last.
+    """Returns whether torch compiled anything in this process since it was asked last.
 
     It costs one look-up per question, and nothing in between. `close` ends it.
     """
@@ -80,7 +80,7 @@ class Compiled:
 
     Attributes:
         any: whether anything is.
-        per_size: whether something is compiled, or recorded as a CUDA graph, anew for each number of samples.
+        per_size: whether something is compiled, or recorded as a CUDA graph, again for each number of samples.
     """
 
     any: bool = False
@@ -92,7 +92,7 @@ def compiled_parts(module: nn.Module, device: HostDevice) -> Compiled:
 
     ``torch.compile`` of a module, ``module.compile()``, a compiled method, in a class or put on an instance, and what
     Lightning makes of a compiled `LightningModule` are found. A compiled function that is no attribute of a module is
-    not, neither is a backend that records graphs by itself, e.g. ``backend="cudagraphs"``: they count as code that
+    not, neither is a backend that itself records graphs, e.g. ``backend="cudagraphs"``: they count as code that
     takes any size.
     """
     if "torch._dynamo" not in sys.modules:
@@ -111,7 +111,7 @@ def _attributes(module: nn.Module) -> Iterator[object]:
 
 
 def _is_compiled(one: object) -> bool:
-    """Whether ``torch.compile`` has made it; asked of its own attributes, for a module answers for what it wraps."""
+    """Whether ``torch.compile`` has made it; asked of its attributes, for a module answers for what it wraps."""
     return callable(one) and "get_compiler_config" in getattr(one, "__dict__", {})
 
 

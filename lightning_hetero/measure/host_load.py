@@ -43,20 +43,16 @@ def read_host() -> Reading:
     total_s = math.fsum(v for t in times for name, v in zip(t._fields, t, strict=True) if name not in _IN_OTHERS)
     memory = psutil.virtual_memory()
     return Reading(
-        at_s=time.perf_counter(),
-        cpus=cpus,
-        idle_s=idle_s,
-        total_s=total_s,
-        own_s=time.process_time(),
+        at_s=time.perf_counter(), cpus=cpus, idle_s=idle_s, total_s=total_s, own_s=time.process_time(),
         free_mem=memory.available / memory.total,
-    )
+    )  # fmt: skip
 
 
 class HostLoad:
     """The load since it was asked last, for a predictor that wants it.
 
     The processors are those that this process may use, by its affinity. Idle is free, waiting for storage too, and
-    what this process used itself. Whoever else computes there leaves less: other ranks, and this rank's data-loading
+    what this process used itself. Others that compute there leave less: other ranks, and this rank's data-loading
     processes. Limits on a container's processor time are not seen.
 
     Args:

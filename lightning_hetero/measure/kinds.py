@@ -95,7 +95,7 @@ class HostDevice:
         """Waits until all work submitted to the device is done."""
 
     def side_stream(self) -> Any:
-        """Returns a new stream beside the current one; None: the device has no streams."""
+        """Returns a new stream next to the current one; None: the device has no streams."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -135,7 +135,7 @@ class HostDevice:
         return 0.0
 
     def forget_peak(self) -> None:
-        """Begins to count the peak anew; other readers of it, e.g. `DeviceStatsMonitor`, lose what was before."""
+        """Resets the count of the peak; other readers of it, e.g. `DeviceStatsMonitor`, lose what was before."""
 
     def empty_cache(self) -> None:
         """Gives memory that the allocator holds unused back to the device."""

@@ -55,7 +55,7 @@ class Stopwatch:
         device: whose work is timed.
 
     Attributes:
-        last: the latest end of an interval, or what is put in its place; None: there was none.
+        last: the latest end of an interval, or what replaces it; None: there was no interval.
     """
 
     def __init__(self, device: HostDevice) -> None:
@@ -260,7 +260,7 @@ class StepProbe:
         self._watch.last = self._exchange.last  # a batch that is fetched now is fetched behind it
 
     def close(self) -> None:
-        """Ends the step's work; what comes later belongs to the next one, but for the exchange that is under way."""
+        """Ends the step's work; what comes later belongs to the next one, except the exchange that is under way."""
         if not self._running:
             return
         self._running = False
@@ -273,7 +273,7 @@ class StepProbe:
         return self._watch.take()
 
     def take_wait(self) -> float | None:
-        """Likewise, the seconds that it spent in gradient exchanges."""
+        """The same for the seconds that it spent in gradient exchanges."""
         return self._exchange.take()
 
     def take_both(self) -> tuple[float, float] | None:

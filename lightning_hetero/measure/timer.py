@@ -49,7 +49,7 @@ class Timer:
 
 
 class RestProbe:
-    """Times the same product each time on a rank at rest, to notice that its device has become faster or slower.
+    """Times the same product each time on an idle rank, to notice that its device has become faster or slower.
 
     Args:
         device: of this rank.

@@ -3,7 +3,7 @@
 | name | class | model | use |
 |---|---|---|---|
 | ``kalman`` | `Kalman` | fixed + per-sample cost, adaptive, ignores lone outliers | the default |
-| ``narx`` | `Narx` | the same, corrected by a network that is told the host's load | hosts that others use, too |
+| ``narx`` | `Narx` | the same, corrected by a network that gets the host's load | hosts that others use, too |
 | ``ewma`` | `Ewma` | smoothed seconds per sample | baseline |
 | ``last`` | `LastValue` | last seconds per sample | baseline |
 | ``curve`` | `Curve` | flat below saturation, then linear | GPUs that small batches do not fill |

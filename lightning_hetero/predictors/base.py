@@ -23,7 +23,7 @@ class Predictor(ABC):
     The balancing policy keeps one predictor per rank, feeds it every measurement in the order of the
     steps, and asks for `cost` before each decision. All ranks feed the same numbers and must come to
     the same decision, so a predictor is deterministic: no clock, no random numbers, no environment, and
-    only operations that IEEE 754 rounds alike on every machine (+ - * / and sqrt; not log, exp or pow).
+    only operations that IEEE 754 rounds equally on every machine (+ - * / and sqrt; not log, exp or pow).
 
     To write one, implement `update`, `cost` and `std_s`, and name the attributes that are memory
     (rather than settings) in `MEMORY`; `fresh` and the state round trip follow from that::

@@ -26,7 +26,7 @@ class Curve(Kalman):
     and stays at each of them for long.
 
     - A change of time *at the same size* is a change of speed: the Kalman filter's, with its gate for outliers, its
-      test for jumps and its noise. It scales floor and line alike.
+      test for jumps and its noise. It scales both floor and line.
     - A deviation *on arrival at another size* is the curve's: it corrects what is remembered of that size, relative to
       the speed, unless the time before was off on the same side. If the next measurement there disagrees, the first
       was a hiccup and is forgotten.
@@ -35,7 +35,7 @@ class Curve(Kalman):
     - Floor and line are fitted to those: least squares of relative errors, the smaller sizes perhaps on the floor. A
       floor must explain the times better than a mere line, unless the line's fixed share were far above
       `FIXED_SHARE`. So equal times at all sizes are a floor that ends at the largest size seen, and a rank gets more
-      by and by: no device is believed to be unsaturated where it was never measured.
+      gradually: no device is believed to be unsaturated where it was never measured.
 
     It is for steady devices. Under heavy noise (30 %) the Kalman filter alone decides better.
     """
@@ -170,7 +170,7 @@ class Curve(Kalman):
         return min(near, key=lambda i: abs(self.sizes[i] - b)) if near else None
 
     def _add(self, b: float, ratio: float, var: float) -> int:
-        """Remembers another size, in the place of the least certain one if there are too many; returns its index."""
+        """Remembers another size, instead of the least certain one if there are too many; returns its index."""
         if len(self.sizes) == _MOST:
             worst = max((i for i in range(_MOST) if i != self.last), key=self.vars.__getitem__)
             for memory in (self.sizes, self.ratios, self.vars, self.agreed_at):
@@ -223,7 +223,7 @@ def _fit(points: list[tuple[float, float, float]], share: float, share_std: floa
         share, share_std: part of ``fixed`` in the line's time at the largest size, as it is assumed.
 
     Returns:
-        Floor, 0 if there is none; fixed; per sample.
+        Floor, 0 without a floor; fixed; per sample.
     """
     largest, level, _ = points[-1]
     best_loss, best = math.inf, (0.0, 0.0, 0.0)

@@ -23,14 +23,14 @@ _NOISE_WEIGHT = 0.03  # weight of the newest squared residual in the noise: abou
 class Kalman(Predictor):
     """Kalman filter on ``T = alpha + beta * b + noise`` that follows speed changes in two steps.
 
-    A 2x2 filter instead of regression because alpha and beta cannot be told apart while ``b`` stands
+    A 2x2 filter instead of regression because alpha and beta cannot be separated while ``b`` stands
     still, which is what a settled balance looks like. The textbook filter (Kalman 1960) with these
     choices of ours:
 
     - Process noise acts on (alpha, beta) *jointly* ("the rank became k times slower") and only weakly on
       the split between them at equal time. With constant ``b`` the split is exactly unobserved, so it
       stays where it was, and its variance is capped: no drift and no blow-up however long.
-    - All is relative to the last predicted time, so microseconds and minutes behave alike.
+    - All is relative to the last predicted time, so microseconds and minutes behave the same.
     - The measurement noise is learned from the residuals after the update plus the state's variance
       (the always positive form of Sage and Husa 1969). A lone outlier is not counted, so that a hiccup
       every few steps changes nothing; two in a row on opposite sides are, as if they lay on the gate.

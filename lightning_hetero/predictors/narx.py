@@ -46,14 +46,14 @@ class Narx(Kalman):
     """The Kalman filter, corrected by a network that has seen what the time does when the load changes.
 
     A filter on times alone follows a change only after it was measured, and twice if it looks like a hiccup. The load
-    tells whether somebody else has come, or gone. ``T(b) = factor (alpha + beta b)``: alpha and beta are the filter's,
+    shows whether somebody else has come, or gone. ``T(b) = factor (alpha + beta b)``: alpha and beta are the filter's,
     the factor is the network's::
 
         slowness  s(r) = (r - 1) / (r + 1)     of a ratio of times: -1 < s < 1, s(1 / r) = -s(r)
         target    y = s(T / (level (alpha + beta b))),   level: long-run mean of T / (alpha + beta b)
         inputs    x = 1; the filter's own forecast f = s(1 / level); the last `_TIMES` targets, each less f; the last
                   `_LOADS` loads as s(1 / free_cpu), s(1 / free_mem), the newest told included; 0 where unknown (NaN)
-        hidden    h_j = a_j / (1 + |a_j|),   a_j = v_j . x,   v_j fixed, from a generator of our own
+        hidden    h_j = a_j / (1 + |a_j|),   a_j = v_j . x,   v_j fixed, from our own generator
         forecast  y = f + w . (x, h);   the factor is level (1 + y) / (1 - y)
         learning  w by recursive least squares which forgets: first w = 0, that is the filter, give or take `_PRIOR`
 
@@ -62,7 +62,7 @@ class Narx(Kalman):
     for the first ``warm`` records, whenever the network's error is not smaller by ``margin``, and where the network
     differs by less than ``zone``, since that is mostly noise. Without any load this is an autoregression on times.
 
-    Sums are `math.fsum`, rounded alike everywhere; else there is only + - * /, so all ranks come to the same numbers.
+    Sums are `math.fsum`, rounded equally everywhere; else there is only + - * /, so all ranks come to the same numbers.
 
     Args:
         zone: relative difference to the filter's time from which the network counts, in [0, 1].

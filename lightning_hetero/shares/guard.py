@@ -103,7 +103,7 @@ class RegretGuard:
         return max(0.0, min(lasting, (self._credit - under_way) / self._batches))
 
     def covers(self, shares: Shares) -> bool:
-        """Whether these may stay in force: a little more than what may be chosen anew."""
+        """Whether these may stay in force: a little more than what may be chosen now."""
         return self.stake(shares) <= _SLACK * self.allowed
 
     def upper(self, upper: Sequence[int], *, part: float = 1.0) -> list[int]:
@@ -123,7 +123,7 @@ class RegretGuard:
     # ---- what has come of it ----------------------------------------------------------------------------------
 
     def decided(self, shares: Shares, *, on_trial: bool = False) -> None:
-        """Notes the shares of all batches that are drawn from now on; ``on_trial``: a change that must prove itself."""
+        """Notes the shares of all batches that are drawn from now on; ``on_trial``: a change that must pay off."""
         if on_trial:
             self._trial = _Trial(new=shares, old=self._latest)
         self._latest = shares

@@ -1,6 +1,6 @@
 """Work counted in items, e.g. tokens, and the samples that it is worth (layer P).
 
-A step with long sequences takes long on any device. So predictors are told a rank's work, not its samples: in samples
+A step with long sequences takes long on any device. So predictors get a rank's work, not its samples: in samples
 of mean work, so that they, their solvers and bounds go on speaking of samples.
 
     x_r = work_r / m      instead of n_r;   m = sum work / sum samples, over all ranks and about the last 100 records

@@ -58,26 +58,14 @@ class BalancePolicy:
     """
 
     def __init__(
-        self,
-        *,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
-        min_gain_s: float = 0.0005,
-        noise_guard: float = 4.0,
-        cooldown: int = 0,
-        warmup: int = 1,
-        surprise: float = 0.1,
-        guard: bool = True,
-    ) -> None:
+        self, *, predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
+        min_gain_s: float = 0.0005, noise_guard: float = 4.0, cooldown: int = 0, warmup: int = 1,
+        surprise: float = 0.1, guard: bool = True,
+    ) -> None:  # fmt: skip
         self.thresholds = Thresholds(
-            dead_band=dead_band,
-            min_gain_s=min_gain_s,
-            noise_guard=noise_guard,
-            cooldown=cooldown,
-            warmup=warmup,
-            surprise=surprise,
-            guard=guard,
-        )
+            dead_band=dead_band, min_gain_s=min_gain_s, noise_guard=noise_guard, cooldown=cooldown, warmup=warmup,
+            surprise=surprise, guard=guard,
+        )  # fmt: skip
         self.prototype = by_name(predictor) if isinstance(predictor, str) else predictor
         if not callable(getattr(self.prototype, "fresh", None)):
             raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
@@ -155,12 +143,12 @@ class BalancePolicy:
         self._since_change = self.thresholds.cooldown
 
     def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
-        """Returns each rank's work in samples, for `predict_s`; its samples, if all are alike."""
+        """Returns each rank's work in samples, for `predict_s`; its samples, if all cost the same."""
         return self.work.in_samples([r.samples for r in records], [r.work for r in records])
 
     @property
     def wants_load(self) -> bool:
-        """Whether ranks are to tell what others leave free on their hosts."""
+        """Whether ranks report what others leave free on their hosts."""
         return bool(getattr(self.prototype, "WANTS_LOAD", False))
 
     def predict_s(self, samples: Sequence[float]) -> list[float]:
@@ -203,7 +191,7 @@ class BalancePolicy:
         return best if best.ok else alike
 
     def urgent(self, samples: Sequence[float], compute_s: Sequence[float]) -> bool:
-        """Tells whether a record must be evaluated before the next batch: some rank's time was not as expected.
+        """Returns whether a record must be evaluated before the next batch: some rank's time was not as expected.
 
         Cheap, because it is asked on the critical path of every step; the same on every rank.
 
@@ -222,7 +210,7 @@ class BalancePolicy:
         self._expected = tuple(samples), [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
 
     def load_changed(self, loads: Iterable[tuple[float, float]]) -> bool:
-        """Tells whether a rank's load is another than told before, which makes its record urgent, too.
+        """Returns whether a rank's load differs from the one reported before, which makes its record urgent, too.
 
         Args:
             loads: ``free_cpu`` and ``free_mem`` of each rank, see `SpeedSample`; NaN changes nothing.
@@ -342,13 +330,10 @@ class BalancePolicy:
     def _best(self, upper: Sequence[int] | None = None) -> Allocation:
         upper = self.limits.upper if upper is None else upper
         return minimax_none_or_least(
-            [p.cost() for p in self._predictors],
-            self.limits.total,
-            least=self.limits.least,
-            lower=[min(a, b) for a, b in zip(self.limits.lower, upper, strict=True)],
-            upper=upper,
+            [p.cost() for p in self._predictors], self.limits.total, least=self.limits.least,
+            lower=[min(a, b) for a, b in zip(self.limits.lower, upper, strict=True)], upper=upper,
             quantum=self.limits.quantum,
-        )
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: predictors, shares, records seen, what ranks can hold, the guard's account."""

@@ -14,12 +14,9 @@ from lightning_hetero.types import Allocation, Status
 
 
 def apportion(
-    weights: Sequence[float],
-    total: int,
-    *,
-    lower: int | Sequence[int] = 0,
+    weights: Sequence[float], total: int, *, lower: int | Sequence[int] = 0,
     upper: int | Sequence[int] | None = None,
-) -> Allocation:
+) -> Allocation:  # fmt: skip
     """Splits ``total`` samples over n ranks in proportion to ``weights``, inside bounds.
 
     The *bounded quota* of rank i is ``q_i = min(max(z * w_i, lower_i), upper_i)``, with the one z for which
@@ -38,7 +35,7 @@ def apportion(
         weights: one per rank, finite, >= 0 [any unit], e.g. speeds [samples/s].
         total: samples to split, 0 to 2**53.
         lower: least share, one for all ranks or one per rank [samples].
-        upper: largest share, likewise; None for no bound [samples].
+        upper: largest share, in the same form; None for no bound [samples].
 
     Returns:
         An allocation of n shares, or one with status INFEASIBLE and the reason.

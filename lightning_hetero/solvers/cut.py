@@ -8,22 +8,17 @@ from itertools import accumulate
 
 
 def cut_by_cost(
-    costs: Sequence[float],
-    shares: Sequence[int],
-    *,
-    lower: Sequence[int],
-    upper: Sequence[int],
-    quantum: int = 1,
+    costs: Sequence[float], shares: Sequence[int], *, lower: Sequence[int], upper: Sequence[int], quantum: int = 1
 ) -> tuple[int, ...]:
-    """Returns samples per part; the content stays in its order, so that every rank cuts alike.
+    """Returns samples per part; the content stays in its order, so that every rank makes the same cuts.
 
     Each boundary is, from the first on, the one next to where the parts up to it have cost what they should, as far as
-    the bounds of the parts before and behind it leave room. A part so costs what it should up to half its dearest
+    the bounds of the parts before and behind it leave room. A part then costs what it should up to half its most costly
     sample at each end. With equal costs the parts are the shares. A share of 0 stays 0.
 
     Args:
         costs: of each sample, > 0.
-        shares: samples per part if all cost alike; they sum up to the number of samples.
+        shares: samples per part if all cost the same; they sum up to the number of samples.
         lower, upper: least and most samples per part; those that ``shares`` oversteps give way.
         quantum: parts are multiples of this, if the shares are.
 

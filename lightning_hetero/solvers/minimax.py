@@ -16,7 +16,7 @@ offers of a rank come in order. With K the number of quanta to be dealt out:
     within such a deadline. Here it is just below the fractional optimum, from which few quanta are missing; a heap
     deals these out.
 
-Saturating costs T_i(x) = max(c_i, L_i(x)) with lines L_i need no search of their own. A rank pays its floor c_i for any
+Saturating costs T_i(x) = max(c_i, L_i(x)) with lines L_i need no separate search. A rank pays its floor c_i for any
 x, so max_i T_i(x_i) = max(max_i c_i, max_i L_i(x_i)): **the split that is best for the lines is best for the costs.**
 """
 
@@ -42,13 +42,9 @@ _ENDLESS = 0x7FF0000000000000  # the place of infinity among the floats
 
 
 def minimax(
-    costs: Sequence[Cost],
-    total: int,
-    *,
-    lower: int | Sequence[int] = 0,
-    upper: int | Sequence[int] | None = None,
+    costs: Sequence[Cost], total: int, *, lower: int | Sequence[int] = 0, upper: int | Sequence[int] | None = None,
     quantum: int = 1,
-) -> Allocation:
+) -> Allocation:  # fmt: skip
     """Splits ``total`` samples so that the slowest rank finishes as early as possible.
 
     Solves  min_x max_i T_i(x_i),  sum x_i = N,  lower_i <= x_i <= upper_i,  x_i a multiple of ``quantum``.
@@ -66,7 +62,7 @@ def minimax(
         costs: one per rank, non-decreasing, times >= 0 [s].
         total: samples of the global batch, 0 to 2**53.
         lower: least samples, one for all ranks or one per rank, e.g. 2 for BatchNorm.
-        upper: most samples, likewise, e.g. what fits the memory; None for no bound.
+        upper: most samples, in the same form, e.g. what fits the memory; None for no bound.
         quantum: every share is a multiple of it [samples]; bounds are tightened to multiples.
 
     Returns:

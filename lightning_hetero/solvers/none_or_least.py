@@ -24,14 +24,9 @@ Ints: TypeAlias = Sequence[int]
 
 
 def minimax_none_or_least(
-    costs: Sequence[Cost],
-    total: int,
-    *,
-    least: int,
-    lower: int | Sequence[int] = 0,
-    upper: int | Sequence[int] | None = None,
-    quantum: int = 1,
-) -> Allocation:
+    costs: Sequence[Cost], total: int, *, least: int, lower: int | Sequence[int] = 0,
+    upper: int | Sequence[int] | None = None, quantum: int = 1,
+) -> Allocation:  # fmt: skip
     """Splits ``total`` samples as `minimax` does, but a rank gets none of them or at least ``least``.
 
     Exact in the same sense. A rank without samples counts with ``costs[i].seconds(0)``, as in `minimax`.
@@ -79,7 +74,7 @@ def obeys_least(shares: Ints, least: int) -> bool:
 
 
 def _ranks_in_use(costs: Sequence[Cost], total: int, low: Ints, high: Ints, q: int, m: int) -> set[int] | None:
-    """Returns the ranks with samples in a best split, as many as the least deadline allows; None: there is none."""
+    """Returns the ranks with samples in a best split, as many as the least deadline allows; None: no such split."""
     if sum(low) > total or any(a > b for a, b in zip(low, high, strict=True)):
         return None
     bound = {i for i, a in enumerate(low) if a}

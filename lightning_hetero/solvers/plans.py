@@ -15,7 +15,7 @@ _PLAN = ("groups", "total_s", "sync_s", "lower_bound_s")
 
 
 def replicas(layers: int, samples: Sequence[int]) -> PipelinePlan:
-    """Returns plain data parallelism: every rank a group of its own, with all layers; ranks without samples rest.
+    """Returns plain data parallelism: every rank is a group, with all layers; ranks without samples are idle.
 
     >>> [group.ranks for group in replicas(3, [4, 0, 2]).groups]
     [(0,), (2,)]
@@ -53,7 +53,7 @@ def plan_to_plain(plan: PipelinePlan) -> dict[str, Any]:
 
 
 def plan_from_plain(plain: Mapping[str, Any] | PipelinePlan) -> PipelinePlan:
-    """Reads a plan written by hand, by `plan_to_plain`, or handed over by Hydra; a plan is returned as it is.
+    """Reads a plan written by hand, by `plan_to_plain`, or handed over by Hydra; a plan is returned unchanged.
 
     Args:
         plain: ``groups``: a list of mappings with
@@ -104,10 +104,6 @@ def _group(at: str, plain: Any) -> GroupPlan:
     depths = given.get("depths") or (len(sizes) if len(ranks) > 1 else 1,) * len(ranks)
     total_s = given.get("total_s")
     return GroupPlan(
-        ranks=ranks,
-        cuts=cuts,
-        samples=sum(sizes),
-        micro_batches=sizes,
-        depths=tuple(int(n) for n in depths),
+        ranks=ranks, cuts=cuts, samples=sum(sizes), micro_batches=sizes, depths=tuple(int(n) for n in depths),
         total_s=math.nan if total_s is None else float(total_s),
-    )
+    )  # fmt: skip

@@ -56,7 +56,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     Args:
         policy: ``"flexible"`` (the default; see `lightning_hetero.stale.policy` for ``"saps"``, ``"asp"``, ``"bsp"``,
-            ``"ssp"``), or a `Policy`, e.g. one of ``benchmarks/stale/policies`` or of your own.
+            ``"ssp"``), or a `Policy`, e.g. one of ``benchmarks/stale/policies`` or yours.
         bound: most versions a contribution may be old; ``None``: the policy's default.
         grace: longest hold, in parts of a step, of a rank that finds the batch fully claimed; 0 holds nobody; ``None``:
             the policy's default.

@@ -1,4 +1,4 @@
-"""Calls that may never end, beside the thread that waits for them (layer T).
+"""Calls that may never end, next to the thread that waits for them (layer T).
 
 Torch's store and gloo's connections wait for a process that is stopped without end, whatever their timeouts.
 """
@@ -22,7 +22,7 @@ class _Call(threading.Thread):
 
 
 class Aside(Generic[T]):
-    """A call in a thread of its own, which is left alone if it does not end.
+    """A call in its own thread, which is left alone if it does not end.
 
     Args:
         call: what is done.

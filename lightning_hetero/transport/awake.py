@@ -1,6 +1,6 @@
 """The clock by which others are waited for: time in which this process was stopped itself does not count (layer T).
 
-A job may be suspended as a whole: Ctrl-Z, ``scontrol suspend``, a freezer, a paused machine. Whoever wakes first would
+A job may be suspended as a whole: Ctrl-Z, ``scontrol suspend``, a freezer, a paused machine. The first to wake would
 find that all others have been silent for longer than any timeout. So a thread looks at the clock once per beat, and
 at most two beats count from one look to the next, however much time has passed.
 """
@@ -44,7 +44,7 @@ class AwakeClock:
 
 
 class _ProcessClock:
-    """The clock of this process, with a thread that looks at it; begins anew in a forked process."""
+    """The clock of this process, with a thread that looks at it; starts again in a forked process."""
 
     def __init__(self) -> None:
         self._lock, self.clock = threading.Lock(), AwakeClock()

@@ -7,8 +7,8 @@
     WorkerLink.read_parameters() <--------------  Listener.publish(version)
 
 Rules of both ends: each byte has one writer; no message is unpickled; a worker has at most one request
-under way; the death of one worker is told as `Gone` and disturbs no other; a late or returning worker is told as
-`Joined`, with its rank, at any time; signs of life come as `Alive`, also while the worker computes.
+under way; the death of one worker is reported as `Gone` and disturbs no other; a late or returning worker as `Joined`,
+with its rank, at any time; signs of life come as `Alive`, also while the worker computes.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class WorkerLink(ABC):
 
     @abstractmethod
     def close_slot(self) -> int:
-        """Ends writing; returns the sequence number for `Request.slot`. Bytes not `ready` yet become so."""
+        """Ends writing; returns the sequence number for `Request.slot`. Bytes that are not `ready` yet become ready."""
 
     @abstractmethod
     def call(self, request: Request) -> Reply:
@@ -269,7 +269,7 @@ class WorkerLink(ABC):
         """
 
     def sign_of_life(self) -> None:
-        """Tells the server that this process is alive; from another thread, beside everything else. Never raises."""
+        """Tells the server that this process is alive; from another thread, at any time. Never raises."""
 
     @abstractmethod
     def read_parameters(self, into: Tensor) -> int:

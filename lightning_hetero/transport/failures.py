@@ -101,7 +101,7 @@ class FailureBoard:
             peer: global rank.
             how: it was noticed, e.g. "its connection is closed".
         """
-        said = f"rank {self._rank} waited in vain for rank {peer}, which is still there: {how}"
+        said = f"rank {self._rank} gave up waiting for rank {peer}, which is still there: {how}"
         return self.explain(how, peer) or self._tell(said) or RuntimeError(said)
 
     def explain(self, how: str, peer: int | None = None) -> RuntimeError | None:
@@ -158,11 +158,9 @@ class FailureBoard:
         """Looks here once a second from now on, in a thread, until this rank leaves; idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_look_on,
-                args=(weakref.ref(self), self._over, min(LOOK_S, self._patience_s / 3)),
-                name="failure-board",
-                daemon=True,
-            )
+                target=_look_on, args=(weakref.ref(self), self._over, min(LOOK_S, self._patience_s / 3)),
+                name="failure-board", daemon=True,
+            )  # fmt: skip
             self._thread.start()
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ leaves the group. Hence the order on every survivor:
 
     collective fails -> leave_default_group() -> ask who is alive -> rebuild_default_group(...) -> repeat it
 
-A rank may die on its way into the new group. Those who wait for it there find that out, all alike, and ask once more.
+A rank may die on its way into the new group. Those who wait for it there all find that out, and ask once more.
 
 The store through which the members find each other must outlive every rank that may be lost.
 """
@@ -49,7 +49,7 @@ def make_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: 
     """Returns what `torch.distributed.new_group` does; collective over *all* ranks, members or not.
 
     Where a device is bound to the default group, as Lightning 2.6 binds one to gloo's too, torch 2.13 has those who are
-    no members take part in a split of that group's communicator. Gloo has none, so its groups are made without.
+    no members take part in a split of that group's communicator. Gloo has no communicator to split.
 
     Args:
         ranks: the members; None: all.
@@ -119,7 +119,7 @@ def rebuild_default_group(
         rank: this rank's permanent number; its new rank is its index among ``members``.
         backend, timeout: as in `torch.distributed.init_process_group`.
         meeting_s: how long to wait for the other members [s].
-        living: tells who lives, as everybody else is told, too: nobody waits for a member that has died. A
+        living: says who lives, the same for everybody: nobody waits for a member that has died. A
             `RuntimeError` of it ends the waiting.
 
     Raises:
@@ -154,7 +154,7 @@ def rebuild_default_group(
 
 def _forget_names() -> None:
     """torch numbers groups, also one that could not be made: then members of the next ones would name them differently,
-    and wait for each other until the timeout. The numbers begin anew where a default group is destroyed."""
+    and wait for each other until the timeout. The numbers begin again where a default group is destroyed."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()

@@ -118,7 +118,7 @@ def _greet(connection: socket.socket, rank: int, token: bytes, deadline: Deadlin
 
 
 class _SocketLink(WorkerLink):
-    """What both ends have: one conversation at a time, and signs of life beside it from another thread.
+    """What both ends have: one conversation at a time, and signs of life from another thread.
 
     Args:
         connection: behind the handshake.

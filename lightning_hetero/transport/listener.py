@@ -7,7 +7,7 @@
 
 Slots and parameters of workers on this node are memory of both. To and from others they travel on the worker's
 socket: a thread takes over the socket for as long as a large body lasts, each piece of which is a sign of life.
-A worker's death is an EOF on its socket, or its pidfd where a forked child of its own still holds the socket.
+A worker's death is an EOF on its socket, or its pidfd where its own forked child still holds the socket.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Listener:
 
     Attributes:
         ranks: the workers it can serve, connected or not.
-        near_address: what workers on this node need to `connect`; empty if there are none.
-        far_address: what others need; empty if there are none.
+        near_address: what workers on this node need to `connect`; empty without such workers.
+        far_address: what others need; empty without others.
         memory: what the server shares with workers of this node.
 
     Raises:
@@ -152,7 +152,7 @@ class Listener:
         return text
 
     def dismiss(self, rank: int, reason: str) -> None:
-        """Ends a worker's connection; it is told as `Gone`, and the worker by a `LeftBehindError` when it looks."""
+        """Ends a worker's connection; reported as `Gone`, and to the worker by a `LeftBehindError` when it looks."""
         if (peer := self._workers.get(rank)) is not None:
             self._send(peer, Reply(kind=Say.LEFT, text=reason))  # stays to be read when the connection is closed
             self._drop(peer, reason)
@@ -249,7 +249,7 @@ class Listener:
             pass
 
     def _read(self, peer: Peer) -> bool:
-        """Reads once; tells whether there may be more."""
+        """Reads once; returns whether there may be more."""
         try:
             data = peer.connection.recv(_READ_BYTES)
         except BlockingIOError:

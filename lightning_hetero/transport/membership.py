@@ -19,7 +19,7 @@ _SIGNS = 12  # of life that a rank gives within `Limits.silence_s`, at least
 
 
 class RunEndsError(Exception):
-    """The run cannot go on; the message says why, and everybody is told it."""
+    """The run cannot go on; the message says why, and everybody receives it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What all who have met are told.
+    """What all who have met learn.
 
     Attributes:
         alive: ranks that take part, ascending.
@@ -124,7 +124,7 @@ class Membership:
         self._heard_s[rank] = self._sign_s = self._signs.at(now)
 
     def gone(self, rank: int, reason: str, *, what: str = "died") -> None:
-        """A rank's connection ended, or it is not waited for any more; the others are told, unless it had left."""
+        """A rank's connection ended, or nobody waits for it any more; the others learn it, unless it had left."""
         self.connected.discard(rank)
         self.awaited.discard(rank)
         self._notices.pop(rank, None)
@@ -143,7 +143,7 @@ class Membership:
             self._notices.setdefault(rank, []).append(text)
 
     def take_notices(self, rank: int) -> tuple[str, ...]:
-        """Returns what a rank has still to be told."""
+        """Returns what a rank does not know yet."""
         return tuple(self._notices.pop(rank, ()))
 
     # ---- who is waited for ------------------------------------------------------------------------------------

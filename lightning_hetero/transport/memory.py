@@ -5,7 +5,7 @@
 
 A worker gets the file's descriptor over its socket, when it has shown who it is. The memory is free when the last
 process that has it is gone, however that ends. Workers elsewhere have no part of it: the server keeps a copy of their
-slot in memory of its own.
+slot in its own memory.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class ServerMemory:
         slot_bytes, parameter_bytes: sizes.
 
     Attributes:
-        descriptor: of the file; None if there is none, or it is closed.
+        descriptor: of the file; None without a file, or when it is closed.
         slot_at: where each near rank's slot begins [bytes].
-        state: what is told to workers that ask for the state.
+        state: what workers get that ask for the state.
     """
 
     def __init__(self, near: Iterable[int], *, slot_bytes: int, parameter_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 The law: what is unpickled comes from ranks of the same job, over a process group that the job has made, which no one
 else can join. What comes from outside (a server's clients, files) is never given to `unpacked`. The collectives for
-objects of `torch.distributed` follow the same law; those here wait as they are told to, e.g. with a look at what became
+objects of `torch.distributed` follow the same law; those here wait as the caller says, e.g. with a look at what became
 of the other ranks. Messages between stages travel over such a group, too.
 """
 

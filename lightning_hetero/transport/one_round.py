@@ -36,7 +36,7 @@ class Sum:
     largest: bool = False
 
     def result(self) -> Tensor:
-        """Returns the sum, the same bits on all ranks; in the memory of what was summed, or in memory of its own."""
+        """Returns the sum, the same bits on all ranks; in the memory of what was summed, or in new memory."""
         if self.parts is None:
             return self.own
         return self.parts.amax(0) if self.largest else self.parts.sum(0, dtype=self.own.dtype)

@@ -35,7 +35,7 @@ class Peer:
     Attributes:
         challenge: what it has to prove that it knows the run's secret with.
         inbox, outbox: what was read and not understood yet; what is to be sent.
-        busy: what a thread does with the socket: "sends", "receives"; empty: there is none.
+        busy: what a thread does with the socket: "sends", "receives"; empty: no thread.
         watched: events that the selector looks at the socket for.
     """
 

@@ -1,13 +1,13 @@
-"""Ranks meet in the run's store: who has come goes on, who is silent is left out, and all are told the same (layer T).
+"""Ranks meet in the run's store: who comes continues, silent ones are left out, all get the same answer (layer T).
 
     every rank     come/<meeting>/<rank>   here I am, for this purpose; what I did since the last meeting has worked
     the host       met/<meeting>           who is here, whether it has worked for all: written once, for everybody
                    out/<rank>              why the others go on without this rank
                    over                    they have finished
-    other ranks    pulse/<rank>            a sign of life, from a thread of their own: a long batch is no death
+    other ranks    pulse/<rank>            a sign of life, from their own thread: a long batch is no death
 
 The host is the rank in whose process the store is; it decides while it waits for the others. A rank without a sign of
-life for `liveness_s` of its waiting is out, whatever has become of it; should it wake, it is told. Ranks that wait for
+life for `liveness_s` of its waiting is out, whatever has become of it; it learns that if it wakes. Ranks that wait for
 the host notice in the same time if it is silent, and at once if it has died.
 
 What several ranks have to do together or not at all takes two meetings, one before and one behind it (`sound`).
@@ -73,11 +73,11 @@ class RollCall(ABC):
         return set(self._ranks)
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Ranks that come late, or again, take part from the next meeting on; said by all members alike."""
+        """Ranks that come late, or again, take part from the next meeting on; said by all members."""
         self._ranks |= dict.fromkeys(ranks, self.meetings)
 
     def meet(self, what: str, *, sound: bool = True) -> Met:
-        """Waits for all ranks that live; returns what everybody is told.
+        """Waits for all ranks that live; returns what everybody gets.
 
         Args:
             what: the purpose, the same on all ranks.

@@ -50,7 +50,7 @@ class SignedStore:
         self._store.set(key, self._sign(key, value) + value)
 
     def get(self, key: str) -> str | None:
-        """Returns a record; None: there is none of this run."""
+        """Returns a record; None: this run has no such record."""
         if not self._store.check([key]):
             return None
         try:
@@ -107,7 +107,7 @@ class StoreAddress:
 class RunStore:
     """A signed store whose host may be stopped: what is asked is asked from a thread that is left alone then.
 
-    Torch waits for the host of a store without end, whatever its timeout. A thread that has waited in vain stays where
+    Torch waits for the host of a store without end, whatever its timeout. A thread whose wait has failed stays where
     it is, and with it torch's lock on this connection: nobody asks again.
 
     Args:

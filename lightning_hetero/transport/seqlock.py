@@ -1,7 +1,7 @@
 """Memory that one side writes and the other reads without a lock: a worker's slot, the published parameters (layer T).
 
 Both consist of a few 64-bit *words* and of bytes. Every word and byte has one writer; a sequence word is odd while the
-bytes beside it are being written, so a reader notices a writer that was killed in the middle, and one that was faster
+bytes next to it are being written, so a reader notices a writer that was killed in the middle, and one that was faster
 than itself. Idea: seqlocks, as in the Linux kernel; with two buffers a reader retries only if two publications begin
 while it copies.
 
@@ -46,7 +46,7 @@ def copy_bytes(out: Tensor, source: Tensor, threads: int) -> None:
     """Copies flat memory (uint8, contiguous, on the CPU, of one size).
 
     By `memmove`, not torch's loop: what is larger than the caches it writes past them, which is half the traffic.
-    (glibc asks the processor for their size; where a virtual machine is told its host's, see
+    (glibc asks the processor for their size; where a virtual machine gets its host's, see
     ``GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold``.)
 
     Args:
@@ -114,7 +114,7 @@ class Slot:
         self._words[0] = sequence
 
     def open(self) -> None:
-        """Begins to write. What a predecessor left open stays so, under another number."""
+        """Begins to write. What a predecessor left open stays open, under another number."""
         now = self._words[0]
         self._words[0] = now + 1 + now % 2
         _fence()

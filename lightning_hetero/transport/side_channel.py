@@ -1,7 +1,7 @@
-"""Small collectives of the ranks among themselves, on a group of their own (layer T).
+"""Small collectives of the ranks, on their own process group (layer T).
 
-At set-up and epoch starts they block. During a step they do not: launched when a rank's gradients are complete, an
-gathering of a few numbers travels beside a gradient all-reduce, and is read one step later, so nobody waits for it.
+At set-up and epoch starts they block. During a step they do not: launched when a rank's gradients are complete, a
+gathering of a few numbers travels alongside a gradient all-reduce, and is read one step later, so nobody waits for it.
 A side group on gloo: on the main group it would queue behind the gradient buckets, and on NCCL it would need device
 memory and a kernel.
 """

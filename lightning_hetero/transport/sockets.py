@@ -91,7 +91,7 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Returns a descriptor that becomes readable when the process ends; None where there is none to be had."""
+    """Returns a descriptor that becomes readable when the process ends; None where that is not supported."""
     if pid <= 0 or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -101,7 +101,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def has_ended(pid: int, wait_s: float) -> bool:
-    """Tells whether a process has ended, after giving it ``wait_s`` to do so; False if nothing is known."""
+    """Returns whether a process has ended, after giving it ``wait_s`` to do so; False if nothing is known."""
     if (descriptor := open_pidfd(pid)) is None:
         return pid > 0 and os.path.exists("/proc/self") and not os.path.exists(f"/proc/{pid}")
     try:
@@ -111,7 +111,7 @@ def has_ended(pid: int, wait_s: float) -> bool:
 
 
 def process_state(pid: int) -> bytes:
-    """Returns the letter of the process's state, "T": stopped; empty if that cannot be told."""
+    """Returns the letter of the process's state, "T": stopped; empty if that is not known."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # of another user, no /proc
         return file.read().rpartition(b")")[2].split()[0]
     return b""

@@ -1,7 +1,7 @@
 """Files that appear when they are complete, and of a process that is killed meanwhile leave nothing (layer T).
 
     written      in a file without a name, where the file system has such; else in .<name>.<host>-<pid>.part
-    complete     on disk, named .part, and renamed: an old file is there until the new one is in its place
+    complete     on disk, named .part, and renamed: an old file is there until the new one replaces it
     killed       the file without a name is gone; a named one is removed by whoever writes the same file next
 """
 
@@ -45,7 +45,7 @@ def remove_left(folder: str | os.PathLike[str], before: str, behind: str = "") -
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Inside, a local file is written; behind it, it is on disk and in the place of an old one.
+    """Inside, a local file is written; afterwards it is on disk and has replaced an old one.
 
     Args:
         path: of the file; folders are made. Where an old file is mapped, the old contents stay.

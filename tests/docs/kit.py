@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hetero import (
     AutoStrategy,
@@ -43,6 +46,13 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
 
 
+def source_strings() -> list[str]:
+    """Returns all texts in the package's code, cut where an f-string inserts a value."""
+    trees = (ast.parse(file.read_text()) for file in sorted((ROOT / "lightning_hetero").rglob("*.py")))
+    constants = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
 class Engine(NamedTuple):
     """An engine, and where its arguments are described."""
 
@@ -55,8 +65,8 @@ class Engine(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its own and those that all engines share; bases hand on the rest as ``**ddp``."""
-        bases = self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1]
+        """Its own, those that all engines share, and `DDPStrategy`'s, which bases hand on as ``**ddp``."""
+        bases = [*self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1], DDPStrategy]
         named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
         return {name: parameter for name, parameter in named.items() if name not in ("self", "ddp")}
 

@@ -1,14 +1,17 @@
 """Pages: their code runs; every path, name and link exists; those for first readers are short.
 
 Every Python block stands after one of two lines. ``<!-- run -->``: it is executed, alone and in an empty folder, so it
-must be complete and quick (one device, or pure). ``<!-- not run: why -->``: it is compiled only.
+must be complete and quick; one that trains on several devices does so in that many ranks, and prints something.
+``<!-- not run: why -->``: it is compiled only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,8 +29,10 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.cli.summary import comparison_table
 from lightning_hetero.cli.train import check_groups
-from tests.docs.kit import PAGES, REFERENCE, ROOT, THEORY
+from tests.docs.kit import DOCS, PAGES, REFERENCE, ROOT, THEORY
+from tests.ranks.harness import run_ranks
 
 FOLDERS = "benchmarks|conf|docs|examples|lightning_hetero|scripts|tests"
 FENCE = re.compile(
@@ -60,6 +65,11 @@ def blocks_of(page: Path, text: str) -> Iterator[Block]:
         yield Block(page, line, match["info"], match["mark"], code)
 
 
+def one_line(code: str) -> str:
+    """Joins what a backslash continues in the next line."""
+    return re.sub(r" *\\\n\s*", " ", code)
+
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
 PYTHON = [block for block in BLOCKS if block.info == "python"]
 MARKED = [block for block in PYTHON if block.mark == "run"]
@@ -83,11 +93,37 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
 
 
+def execute(block: Block) -> None:
+    exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), {"__name__": "__main__"})
+
+
+def devices_of(block: Block) -> int:
+    found = re.search(r"^[^#\n]*\bdevices=(\d+)", block.code, flags=re.M) if "trainer.fit(" in block.code else None
+    return int(found[1]) if found else 1
+
+
+def printed(rank: int, world_size: int, block: Block) -> str:
+    """Runs a block as one of the ranks that Lightning would have started for it."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as screen:
+        patch.setenv("LOCAL_RANK", str(rank))
+        execute(block)
+    return screen.getvalue()
+
+
 @pytest.mark.usefixtures("fits")
 @pytest.mark.parametrize("block", MARKED, ids=str)
 def test_marked_python_runs(block: Block) -> None:
-    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
-    exec(code, {"__name__": "__main__"})
+    if (devices := devices_of(block)) > 1:
+        first, *others = run_ranks(devices, printed, block)
+        assert first.strip() and not any(others)
+    else:
+        execute(block)
+
+
+@pytest.mark.parametrize("page", ["start", "reference/balanced", "reference/stale", "reference/pipeline"])
+def test_what_first_pages_offer_to_paste_runs_on_several_devices(page: str) -> None:
+    trained = [block for block in MARKED if block.page == DOCS / f"{page}.md" and "trainer.fit(" in block.code]
+    assert trained and all(devices_of(block) > 1 and "sklearn" not in block.code for block in trained)
 
 
 def test_every_python_block_has_a_mark_and_every_mark_a_block() -> None:
@@ -114,7 +150,7 @@ COMMANDS = sorted(
         tuple(word for word in shlex.split(found, comments=True) if word not in ("-m", "--cfg", "job"))
         for block in BLOCKS
         if block.info == "bash"
-        for found in re.findall(r"lightning-hetero-train +(\S.*)$", block.code, flags=re.M)
+        for found in re.findall(r"lightning-hetero-train +(\S.*)$", one_line(block.code), flags=re.M)
         if not found.startswith("#") and "NAME" not in found
     }
 )
@@ -141,6 +177,25 @@ def test_no_block_is_left_open() -> None:
     for page in PAGES:
         fences = re.findall(r"^ *```", page.read_text(), flags=re.M)
         assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), page.name
+
+
+def test_the_test_command_is_the_same_everywhere() -> None:
+    (readme,) = [block.code for block in BLOCKS if block.page.name == "README.md" and "pytest" in block.code]
+    (contributing,) = [b.code for b in BLOCKS if b.page.name == "CONTRIBUTING.md" and "pytest -n" in b.code]
+    script = (ROOT / ".ci/run").read_text().partition('cd "$(dirname "$0")/.."\n\n')[2]
+    assert readme == contributing == script
+
+
+def test_the_readmes_lines_are_short_and_its_table_is_the_commands() -> None:
+    readme = [block for block in BLOCKS if block.page.name == "README.md"]
+    for block in readme:
+        assert block.info == "text" or max(map(len, block.code.splitlines())) <= 80, str(block)
+    (printed,) = [block.code.splitlines() for block in readme if block.info == "text"]
+    ranks = [{"share": 0.25, "compute_s": 1.0, "wait_s": 1.0}]
+    result = {"fit_s": 1.0, "metric": {"name": "val_acc", "value": 0.9}, "ranks": ranks}
+    head = re.split(r" {2,}", comparison_table([result]).splitlines()[0].strip())
+    assert re.split(r" {2,}", printed[0].strip()) == head
+    assert [line.split()[1] for line in printed[2:]] == ["ddp", "hetero_balanced", "hetero_stale"]
 
 
 # ---- length ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The rule, and why it needs no message: the shares of batch ``i`` may use the records exchanged at steps
 ``<= i - 1 - lag`` of the same epoch, and all of earlier epochs. ``lag`` is how far the data loader reads ahead. It is a
-pure function of data every rank has, so all ranks slice the same global batch alike, whatever their workers do.
+pure function of data every rank has, so all ranks cut each global batch in the same way, whatever their workers do.
 A digest of the shares travels with the next exchange: a disagreement is an error, not a silently wrong gradient.
 
 The newest record is the only one whose evaluation every rank would wait for, so it is evaluated at once only if it is
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     most_samples: float = math.nan
 
     def record(self, rank: int) -> SpeedSample:
-        """Returns what a policy is told of this rank."""
+        """Returns what a policy knows of this rank."""
         return SpeedSample(
             rank=rank, step=int(self.step), samples=int(self.samples), compute_s=self.compute_s,
             wait_s=self.wait_s, work=self.work, free_cpu=self.free_cpu, free_mem=self.free_mem,
@@ -84,7 +84,7 @@ class Rows:
 
     @cached_property
     def records(self) -> tuple[SpeedSample, ...]:
-        """What a policy is told of all ranks; made when it is first asked for."""
+        """What a policy knows of all ranks; made when it is first asked for."""
         return tuple(Row(*numbers).record(rank) for rank, numbers in enumerate(self._rows))
 
 
@@ -258,7 +258,7 @@ class ShareController:
         self._local.append(_Step(samples, compute_s, wait_s, work))
 
     def wants_exchange(self, epoch: int, step: int) -> bool:
-        """Tells whether this step exchanges; the same answer on every rank."""
+        """Returns whether this step exchanges; the same answer on every rank."""
         if self.world_size == 1:
             return False
         last = self._last_exchange
@@ -278,16 +278,11 @@ class ShareController:
         same = [m for m in self._local if m.samples == latest]
         n = max(1, len(same))
         return Row(
-            epoch=float(epoch),
-            step=float(step),
-            samples=float(latest),
-            compute_s=math.fsum(m.compute_s for m in same) / n,
-            wait_s=math.fsum(m.wait_s for m in same) / n,
+            epoch=float(epoch), step=float(step), samples=float(latest),
+            compute_s=math.fsum(m.compute_s for m in same) / n, wait_s=math.fsum(m.wait_s for m in same) / n,
             digest=float(shares_digest(epoch, step, (*self._decided[epoch, step][0], *ran))),
-            batches=float(max(1, len(self._local))),
-            work=math.fsum(m.work for m in same) / n,
-            **told,
-        )
+            batches=float(max(1, len(self._local))), work=math.fsum(m.work for m in same) / n, **told,
+        )  # fmt: skip
 
     def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]]) -> None:
         """Notes an exchange under way; ``wait()`` returns every rank's row."""

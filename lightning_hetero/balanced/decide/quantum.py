@@ -1,6 +1,6 @@
 """``quantum="auto"``: shares in steps that compiled code and tensor cores can do with; pieces of a part (layer P).
 
-Where code is compiled anew for each number of samples, each new share costs seconds; so a rank should see few. On a
+Where code is compiled again for each number of samples, each new share costs seconds; so a rank should see few. On a
 device with tensor cores libraries choose, and at times look for, other kernels for each. A coarse step costs balance:
 half a step, at most, of what a rank should have. An eighth of the equal share is the compromise, see
 docs/reference/balanced.md.
@@ -24,7 +24,7 @@ class ShapeNeeds:
 
     Attributes:
         compiled: something is compiled, so one sample would be compiled for itself.
-        per_size: something is compiled anew for each number.
+        per_size: something is compiled again for each number.
         tiles: tensor cores compute.
     """
 
@@ -41,7 +41,7 @@ class ShapeNeeds:
     def why(self) -> str:
         """In words, why shares have a quantum."""
         if self.per_size:
-            return "the module is compiled anew for each number of samples"
+            return "the module is compiled again for each number of samples"
         return "tensor cores compute in tiles"
 
 

@@ -109,7 +109,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._announced = [users_own(loader) for loader in loaders]
 
     def process(self, loader: object) -> Any:
-        """Returns what the Trainer reads in the place of a train loader.
+        """Returns what the Trainer reads instead of a train loader.
 
         Raises:
             TypeError, ValueError: the ranks' loaders differ, or an argument does not suit them.
@@ -138,7 +138,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         return self._read_parts(bound, loader, least=sizes.least, costs=costs)
 
     def _settle(self, loaders: Sequence[Any]) -> None:
-        """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
+        """Finds out, the same on all ranks, whether these loaders are divided by speed, and what BatchNorm needs."""
         module, device = self._trainer.lightning_module, device_of(self._trainer.strategy.root_device)
         compiled = compiled_parts(module, device)
         needs = ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())
@@ -177,10 +177,10 @@ class BalancedBinder(PartBinder[_Balanced]):
                 return str(error)
             if spec.kind == "stream" and self.settings.stream is None:
                 return (
-                    "the train dataset is an IterableDataset, and of finite streams of their own per rank the fast"
-                    " ranks' would only run dry first. Say LoadBalancedStrategy(stream='infinite') if every rank's"
-                    " stream is endless, or stream='shared' if all ranks read the same stream (each keeps its part of"
-                    " every global batch)"
+                    "the train dataset is an IterableDataset, and if every rank had its own finite stream, the"
+                    " fast ones would only run out of data first. Say LoadBalancedStrategy(stream='infinite') if every"
+                    " rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps its"
+                    " part of every global batch)"
                 )
         return None
 
@@ -328,7 +328,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.count(sum(chosen.shares))
         if len({p.samples / p.weight_base for p in parts.values()}) > 1:
             rank_zero_warn(
-                "the last batches of the train loaders do not divide among the ranks alike, so their common loss is"
+                "the last batches of the train loaders are divided differently among the ranks, so their common loss is"
                 " weighted by the largest loader's share; use drop_last=True to stay exact"
             )
         return replace(chosen, fetch_s=math.fsum(p.fetch_s for p in parts.values()))

@@ -61,7 +61,7 @@ class PieceRunner:
         cap: what is known of this rank's memory; kept up to date.
 
     Attributes:
-        tried: whether the step was tried in vain before it was done in pieces.
+        tried: whether the step was tried without success before it was done in pieces.
         exchanged: collectives of this forward pass.
     """
 
@@ -123,7 +123,7 @@ class PieceRunner:
                 give_up(step.reason, str(error), error)
             raise TypeError(
                 "max_samples is less than a rank's part of a batch, which is computed in pieces: raise it, or lower the"
-                f" batch. As it is, it cannot be cut: {error}"
+                f" batch. It cannot be cut: {error}"
             ) from error
 
     @cached_property

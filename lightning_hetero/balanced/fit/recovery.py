@@ -49,7 +49,7 @@ class Recovery:
         trainer: the running trainer; with automatic optimization.
         model: as it is trained, wrapped or not.
         device: of this rank.
-        weight: tells what a piece counts.
+        weight: returns what a piece counts.
         cap: what is known of this rank's memory; kept up to date.
         constant: see `compat.weigh_logs`.
         learned: told what a failure has taught, for a trace.

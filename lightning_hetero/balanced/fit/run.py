@@ -45,7 +45,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
-        rebalancer: the Trainer's, or one of our own.
+        rebalancer: the Trainer's, or ours.
         policy: decides the shares.
         weight: of the loss of that batch.
         cap: what is known of this rank's memory.
@@ -88,7 +88,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         own_device = device_of(strategy.root_device)
         if self.rebalancer.enabled and own_device.tunes_each_shape():
             rank_zero_warn(
-                "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels anew for every number of samples, and"
+                "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels again for every number of samples, and"
                 " hetero_balanced changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps the"
                 " numbers few"
             )

@@ -15,7 +15,7 @@ _REQUEUE = 1_000_000.0  # more than there are ranks: one number tells of both si
 
 
 class SignalsTogether:
-    """Tells of them over the host, in the place of Lightning's broadcast on the device before every batch.
+    """Tells of them over the host, instead of Lightning's broadcast on the device before every batch.
 
     What is said before a batch is heard before the next, when the others have said it, too: their gradients are here.
 

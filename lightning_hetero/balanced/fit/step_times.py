@@ -22,14 +22,14 @@ class StepTimes:
     Args:
         binder: has the controller that decides.
         probe: the stopwatch around a step.
-        channel: small collectives beside training.
+        channel: small collectives during training.
         events: of this rank.
         cap: what is known of this rank's memory.
         device: of this rank.
 
     Attributes:
-        synced: whether the ranks' gradients meet in the step that runs, so that a record may travel beside them.
-        compiles: tells whether something was compiled in a step.
+        synced: whether the ranks' gradients meet in the step that runs, so that a record may travel with them.
+        compiles: says whether something was compiled in a step.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class StepTimes:
     def _believed(self, part: Part, tells_speed: bool) -> bool:
         """Whether the step's time says how fast this rank is.
 
-        The first one of a size does not where libraries look for the best kernels of that size. Where each part has a
-        size of its own, all do.
+        The first one of a size does not where libraries look for the best kernels of that size. If each part has a
+        different size, all do.
         """
         new = not self._binder.cuts_by_cost and self._sizes.first(part.computed)
         return not (self.compiles.ask() or new) and tells_speed

@@ -8,7 +8,7 @@ instead is wrong under gradient accumulation as soon as shares change inside the
 (measured: relative error 0.16 and 0.46), and it takes the hook away from the user.
 Formula: LB-BSP, g = sum (x_i/X) g_i.
 
-Not covered is what couples the samples of different ranks in forward while a rank has none: the dummy sample counts in
+Not covered is what couples the samples of different ranks in forward while a rank is empty: the dummy sample counts in
 SyncBatchNorm's statistics (as DDP's padding does), so use ``drop_last=True`` and ``min_samples >= 1`` there.
 """
 

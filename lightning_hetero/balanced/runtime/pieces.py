@@ -144,7 +144,7 @@ def leaves(loss: Tensor) -> list[Tensor]:
 
 
 class GradientsTaken:
-    """Tells which parameters have their gradient of a backward pass that was broken off.
+    """Returns which parameters have their gradient of a backward pass that was broken off.
 
     Where no parameter has a gradient before the pass, those that have one afterwards have taken it. Under accumulation
     a hook on each tells; it stays from the first such pass on. Versions of gradients would not do: as views of DDP's
@@ -214,10 +214,10 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class MemoryWatch:
-    """Measures the memory of steps and keeps `MemoryCap.estimate` up to date, where the device tells what it uses.
+    """Measures the memory of steps and keeps `MemoryCap.estimate` up to date, where the device reports what it uses.
 
-    It measures only steps that teach something, because that takes time, and a peak that the user may read begins anew.
-    Other processes may use the device as well, so what is there is asked anew whenever more samples than ever fitted.
+    It measures only steps that teach something, because that takes time, and it resets a peak that the user may read.
+    Other processes may use the device as well, so what is there is asked again whenever more samples than ever fitted.
 
     Args:
         device: of this rank.

@@ -34,7 +34,7 @@ class Beats:
         return found
 
     def forget(self, rank: int) -> None:
-        """A rank begins anew."""
+        """A rank begins again."""
         self._seen.pop(rank, None)
 
 

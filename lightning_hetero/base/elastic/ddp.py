@@ -31,7 +31,7 @@ from lightning_hetero.transport.groups import group_members, rebuild_default_gro
 
 
 class ElasticRun(EngineRun[Binder], ABC):
-    """A run that is told when its ranks begin to train together, and when they have ended."""
+    """A run that learns when its ranks begin to train together, and when they have ended."""
 
     @abstractmethod
     def start(self) -> None:
@@ -100,7 +100,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
         return self.cluster_environment.main_address
 
     def find_nodes(self) -> None:
-        """Notes on which node each member is; a collective of the members, but for a joining rank, who was told."""
+        """Notes on which node each member is; a collective of the members; a joining rank knows it already."""
         members, invitation = self.members, self._invitation
         if invitation is None:
             members.nodes = dict(zip(members.alive, gather_nodes(self.node_rank), strict=True))

@@ -18,7 +18,7 @@ since does not answer when it is called, and is not invited.
 
 Any process that reaches the port where the ranks met at first may read and write that store. So nothing in it is
 secret, and nothing is believed: the invitation, with the server's address and tokens and the checkpoint's name, is a
-file beside the checkpoint that only this user can have written and can read, and it repeats a number that the joining
+file next to the checkpoint that only this user can have written and can read, and it repeats a number that the joining
 rank has chosen.
 
 Ranks started by something else than torchrun (which restarts all ranks instead) can join; rank 0 cannot: the store in
@@ -180,7 +180,7 @@ class JoinRequests:
             self._announced.set(_RUN, "")
 
     def host(self) -> str:
-        """Hosts a store in the place of torch's, which went with the process group that a death has broken.
+        """Hosts a store instead of torch's, which went with the process group that a death has broken.
 
         If another member does so already (who was the lowest before a lower rank came again), its store serves.
 
@@ -252,7 +252,7 @@ class JoinRequests:
         store.set(f"{_INVITED}/{rank}", path)
 
     def silent(self, ranks: Collection[int], *, for_s: float = _ANSWER_S) -> list[int]:
-        """Returns which of those invited have not been heard of for a time, at least since this is asked; or ask anew.
+        """Returns which of those invited have not been heard of for a time, at least since this is asked; or ask again.
 
         Raises:
             RuntimeError: the store has gone.

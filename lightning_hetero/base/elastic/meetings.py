@@ -1,6 +1,6 @@
 """Where the ranks of an engine meet, and what they do together: for all that are there, or for none (layer L).
 
-    meet            which ranks are there? one that is silent is left out, for all alike     [the engine's place]
+    meet            which ranks are there? one that is silent is left out, for all           [the engine's place]
     groups          process groups of those that are there, if they are others, or if a group broke
     collective      what Lightning reduces, or an average; where a member is lost in it, all find it unsound
     meet again      sound for all: all take the result; else no rank does, and all begin again without the lost
@@ -51,11 +51,11 @@ class MeetingPlace(Protocol):
         ...
 
     def alive(self) -> Collection[int]:
-        """Who lives now, as everybody is told."""
+        """Who lives now; everybody gets the same answer."""
         ...
 
     def expect(self, ranks: Collection[int]) -> None:
-        """These are on their way to the next meeting; said by all members alike."""
+        """These are on their way to the next meeting; said by all members."""
         ...
 
     def meet(self, what: str, *, sound: bool = True) -> Met:
@@ -114,7 +114,7 @@ class Meetings:
             if met.sound and met.alive == self._members.alive:
                 break
             self.regroup(met.alive, self.place.meetings)
-            what, meet = "process groups are made anew", self.place.meet
+            what, meet = "process groups are made again", self.place.meet
         else:
             raise RuntimeError(
                 f"ranks {list(self._members.alive)} live, and no process group can be made of them: look for a firewall"

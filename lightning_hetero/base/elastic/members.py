@@ -14,7 +14,7 @@ class Members:
         world_size: ranks that the job was started with.
 
     Attributes:
-        alive: those that take part, ascending: all, but for those that died and have not come again.
+        alive: those that take part, ascending: all except those that died and have not come again.
         joining: this rank is on its way into a run of others, and nobody waits for it yet.
         nodes: node of each rank that took part when the fit began.
         hosted: a store of this process's, if groups that live on were made through it.

@@ -2,9 +2,9 @@
 
 | name | batch size B | local steps tau | learning rate |
 |---|---|---|---|
-| ``lb-bsp`` | by speed, the sum stays | tau for all | as it is |
-| ``fedavg`` | the loader's | tau for all | as it is |
-| ``adaptive_steps`` | the loader's | by speed, the sum stays | as it is |
+| ``lb-bsp`` | by speed, the sum stays | tau for all | unchanged |
+| ``fedavg`` | the loader's | tau for all | unchanged |
+| ``adaptive_steps`` | the loader's | by speed, the sum stays | unchanged |
 | ``scaled_lr`` | by speed, the sum stays | tau for all | times B over the loader's |
 
 The four are those that LB-BSP compares (Chen et al., IEEE TCC 2021; the federated algorithm itself is not public).
@@ -38,7 +38,7 @@ class RoundPolicy(ABC):
 
     Attributes:
         resizes: whether batches get other sizes than the loaders give them.
-        again: whether a rank whose data are through before the epoch is begins them again; else it rests.
+        again: whether a rank whose data are through before the epoch ends begins them again; else it is idle.
     """
 
     resizes: ClassVar[bool] = False
@@ -114,7 +114,7 @@ class _BySpeed(RoundPolicy):
 
     Args:
         predictor, dead_band: see `BalancePolicy`.
-        balance: the whole policy of what is divided, in the place of the other two.
+        balance: the whole policy of what is divided, instead of the other two.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class _BySpeed(RoundPolicy):
 
     @abstractmethod
     def _record(self, rank: int, measured: Measured) -> SpeedSample:
-        """Returns what the policy is told of a rank that was measured."""
+        """Returns what the policy gets to know of a rank that was measured."""
 
     def decide(self, measured: Sequence[Measured]) -> ShareDecision | None:
         # A rank that took no part in the round is as fast as it was.
@@ -209,7 +209,7 @@ class ScaledLr(LbBsp):
     """As `LbBsp`, and each rank's learning rate in proportion to its batch, over the batch size of its loader.
 
     The linear rule is that of Goyal et al. (2017). The factor holds in local steps only: schedulers, loggers and
-    checkpoints see the learning rate as it is.
+    checkpoints see the unchanged learning rate.
 
     Args:
         predictor, dead_band, balance: see `BalancePolicy`.

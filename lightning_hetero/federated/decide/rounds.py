@@ -1,6 +1,6 @@
 """A rank's way through an epoch, and what ranks tell each other when they meet (layer P).
 
-    batch      one of Lightning's loop, on all ranks alike: a local step (or a part of one), or a rest
+    batch      one of Lightning's loop, on all ranks: a local step (or a part of one), or nothing
     round      batches up to the next average; ``accumulate`` of them make a local step
     epoch      as many batches as the rank with most of them has; it ends with an average
 
@@ -58,11 +58,11 @@ class ClientRow(NamedTuple):
         weight: what its parameters count in the average: samples, or what the user counts, since the last one.
         made: local steps since then.
         samples, steps, compute_s: of the steps since the last decision whose time is believed: sums.
-        wait_s: of its own, when ranks met last.
-        passes, taken: its place in its data, see `lightning_hetero.federated.runtime.own.DataPlace`.
-        digest: of what all ranks must have alike.
+        wait_s: how long it waited when ranks met last.
+        passes, taken: its place in the data, see `lightning_hetero.federated.runtime.own.DataPlace`.
+        digest: of what must be equal on all ranks.
         states: digest of what its optimizers hold, which may differ.
-        sigterm: whether it was told to stop.
+        sigterm: whether it was asked to stop.
         requeue: number of the signal by which SLURM has asked rank 0 for the job to be requeued; 0: it has not.
     """
 
@@ -174,11 +174,11 @@ class Course:
         return (self.batch - self.began) // self._accumulate
 
     def trains(self, plan: RoundPlan) -> bool:
-        """Tells whether this rank, if it takes part, trains in the batch, or rests."""
+        """Returns whether this rank, if it takes part, trains in the batch."""
         return self.step < plan.steps[self.rank] and self.batch // self._accumulate < self._windows
 
     def ends_round(self, plan: RoundPlan) -> bool:
-        """Tells whether the ranks meet behind the batch."""
+        """Returns whether the ranks meet after the batch."""
         return self.batch >= self.last or self.batch - self.began + 1 >= self._accumulate * max(plan.steps)
 
     @property
@@ -202,11 +202,8 @@ def step_report(rows: Sequence[ClientRow], sizes: Sequence[int], predicted_s: Se
     """
     records = tuple(
         SpeedSample(
-            rank=rank,
-            step=int(row.batch),
-            samples=round(row.samples / row.steps) if row.steps else sizes[rank],
-            compute_s=row.compute_s / row.steps if row.steps else 0.0,
-            wait_s=row.wait_s / max(1.0, row.made),
+            rank=rank, step=int(row.batch), samples=round(row.samples / row.steps) if row.steps else sizes[rank],
+            compute_s=row.compute_s / row.steps if row.steps else 0.0, wait_s=row.wait_s / max(1.0, row.made),
         )
         for rank, row in enumerate(rows)
     )

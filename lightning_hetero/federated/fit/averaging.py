@@ -141,7 +141,7 @@ class Averaging:
             self._before = {id(p): p.detach().clone() for p in trained}
 
     def pull(self) -> None:
-        """Adds FedProx's term to the gradients of a local step, scaled as they are."""
+        """Adds FedProx's term to the gradients of a local step, in the gradients' scale."""
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         mu = self._settings.proximal * (scaler.get_scale() if scaler else 1.0)
         trained = [p for p in self._trainer.lightning_module.parameters() if id(p) in self._before]

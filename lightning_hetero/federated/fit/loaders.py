@@ -34,7 +34,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
 
     Attributes:
         place: of this rank in its data, behind the last batch that it trained on.
-        clients: what each rank that is there trains on, by rank, as far as it has been told.
+        clients: what each rank that is there trains on, by rank, as far as it is known.
         asked_batch: samples of all ranks per local step, if the user has said so.
     """
 
@@ -57,7 +57,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         try:
             if compat.uses_dataloader_iter(self._trainer):
                 raise IndivisibleError(
-                    "training_step(dataloader_iter) fetches batches by itself, so they cannot be counted: take `batch`"
+                    "training_step(dataloader_iter) fetches its own batches, so they cannot be counted: take `batch`"
                     " instead"
                 )
             return inspect_loader(loader)
@@ -103,7 +103,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         mine = Client(order.samples, min(order.batch_size, max(1, order.samples)), order.batches)
         if self._size is not None and order.by_batch:
             raise TypeError(
-                "the train loader has a batch sampler of its own, which decides the sizes of batches, and the policy"
+                "the train loader has a custom batch sampler, which decides the sizes of batches, and the policy"
                 " would re-size them: use policy='fedavg' or 'adaptive_steps', or give the loader a batch_size"
             )
         length = self._opened(mine)

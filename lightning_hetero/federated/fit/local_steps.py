@@ -34,7 +34,7 @@ class LocalSteps:
         trained: whether this rank has trained in this epoch.
         measured: samples, local steps and seconds since the last decision, of steps whose time is believed.
         wait_s: how long this rank waited when the ranks met last.
-        compiles: tells whether something was compiled in a step.
+        compiles: says whether something was compiled in a step.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Rounds:
         shared, settings: the strategy's arguments.
         members: the ranks that take part.
         steps: this rank's local steps.
-        averaging: is told where an epoch begins.
+        averaging: learns where an epoch begins.
         events: of this rank.
 
     Attributes:
@@ -143,7 +143,7 @@ class Rounds:
         return self._batches
 
     def _exchange(self) -> None:
-        """All tell what they train on."""
+        """All say what they train on."""
         mine = tuple(self.binder.clients[self._members.rank])
         everyone = [Client(*one) for one in self.gathered("what each rank trains on", mine)]
         self.binder.regroup(dict(zip(self._members.alive, everyone, strict=True)))
@@ -168,13 +168,10 @@ class Rounds:
                 bounds[i] = [given[rank] for rank in self._ranks]
         layers = self._trainer.lightning_module.modules()
         settings.policy.start(
-            list(self.binder.clients.values()),
-            local_steps=settings.local_steps,
-            lower=bounds[0],
-            upper=bounds[1],
+            list(self.binder.clients.values()), local_steps=settings.local_steps, lower=bounds[0], upper=bounds[1],
             total=self.binder.asked_batch,
             least=2 if any(isinstance(layer, _BatchNorm) for layer in layers) else 1,
-        )
+        )  # fmt: skip
 
     def _divide_again(self, why: str) -> None:
         """Divides among others than before, in the middle of a run; who takes part in the round stays."""
@@ -204,7 +201,7 @@ class Rounds:
         return self.plan.sizes[self._channel.rank]
 
     def _epoch(self, sampler: OwnBatches, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yields the batches of the epoch from where Lightning's counters stand; None: this rank rests.
+        """Yields the batches of the epoch from where Lightning's counters stand; None: this rank is idle.
 
         Args:
             sampler: draws and notes the batches.
@@ -251,7 +248,7 @@ class Rounds:
         self.course.chosen = frozenset(alive[place] for place in drawn)
 
     def _begin_batch(self, course: Course) -> bool:
-        """The next batch is wanted; returns whether this rank trains in it, or rests."""
+        """The next batch is wanted; returns whether this rank trains in it."""
         course.batch = compat.upcoming_batch(self._trainer)
         if course.batch == course.began and not self.fresh:
             self._let_in()

@@ -104,6 +104,10 @@ class FederatedRun(ElasticRun[OwnBinder]):
     def step_report(self) -> StepReport | None:
         return self._last_report
 
+    @property
+    def meets(self) -> bool:
+        return False
+
     def take_reports(self) -> list[StepReport]:
         reports = list(self._reports)
         self._reports.clear()
@@ -250,7 +254,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
             self.clients.finish()
 
     def ends_others(self, error: BaseException) -> bool:
-        """They go on if it was left behind, or is not yet one of them; what all were told at a meeting they know."""
+        """They go on if it was left behind, or is not yet one of them; what all learned at a meeting they know."""
         return not (isinstance(error, LeftBehindError | RemoteFailureError) or self.members.joining)
 
     def close(self) -> None:

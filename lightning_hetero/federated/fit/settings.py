@@ -17,7 +17,7 @@ COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes tak
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: ranks train apart, and their parameters are averaged",
-    comm_hooks="communication hooks change DDP's all-reduce, and there is none here: ranks exchange parameters once in"
+    comm_hooks="communication hooks change DDP's all-reduce, which is not used here: ranks exchange parameters once in"
     " local_steps steps; drop them, or use strategy='hetero_balanced'",
     lbfgs="LBFGS keeps a history of steps and directions, which has no average over ranks; use another optimizer, or"
     " one device",
@@ -25,7 +25,7 @@ REFUSALS = Refusals(
     " for all others in every local step. Set sync_batchnorm=False (in Hydra: trainer.sync_batchnorm=false): running"
     " statistics of BatchNorm are then averaged with the parameters; or use GroupNorm, or strategy='hetero_balanced'",
     zero="ZeroRedundancyOptimizer divides the optimizer's state among the ranks, which step together; here each makes"
-    " local steps of its own. Use the optimizer that it wraps",
+    " its own local steps. Use the optimizer that it wraps",
 )
 
 
@@ -87,5 +87,5 @@ def check_data(clients: Sequence[Client]) -> None:
         raise ValueError(
             f"rank(s) {', '.join(map(str, empty))} have no batch of training data (samples per rank:"
             f" {[client.samples for client in clients]}): start only ranks that have data; with drop_last=True a"
-            " loader with fewer samples than its batch_size has none"
+            " loader with fewer samples than its batch_size has no batch"
         )

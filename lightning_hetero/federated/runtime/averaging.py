@@ -77,7 +77,7 @@ def add_proximal_(parameters: Sequence[Tensor], average: Sequence[Tensor], mu: f
     """Adds the term's gradient to those of the parameters; one without a gradient is not trained and gets none.
 
     Args:
-        parameters: as they are.
+        parameters: their present values.
         average: as they were after the last average.
         mu: strength; under a loss scale, times the scale.
     """

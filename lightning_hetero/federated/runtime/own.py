@@ -5,7 +5,7 @@
     [ batch  | batch  | batch  | batch ...                or of a size that changes: a batch may begin the data again
 
 Nothing is said to other ranks. Each pass is drawn under a seed made of run, rank and pass, so that a resumed run finds
-its place in it; the global random streams stay as they were.
+its place in it; the global random streams are unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Issued(NamedTuple):
 
 
 class OwnOrder:
-    """A rank's data in the order of its own sampler.
+    """A rank's data in the order of its sampler.
 
     Args:
         loader: the user's; not changed.
@@ -80,7 +80,7 @@ class OwnOrder:
         announce_epoch(self._source, number)
 
     def forget(self) -> None:
-        """What was drawn is drawn anew: by workers that fetch ahead, before hooks have done their part."""
+        """What was drawn is drawn again: by workers that fetch ahead, before hooks have done their part."""
         self._drawn = None
 
     def items(self, number: int) -> Sequence[Any]:

@@ -56,7 +56,7 @@ class ServerOptimizer(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in named)})"
 
     def forget(self) -> None:
-        """Begins anew, in another fit."""
+        """Begins again, in another fit."""
         self._kept.clear()
 
     def state_dict(self) -> dict[str, list[Tensor]]:

@@ -48,7 +48,7 @@ class Timeline:
 
 
 def generate(times: PipelineTimes, policy: SchedulePolicy) -> Schedule:
-    """Returns each device's operations in order of execution; transfers run beside computation.
+    """Returns each device's operations in order of execution; transfers run during computation.
 
     Args:
         times: what each part of the way takes.

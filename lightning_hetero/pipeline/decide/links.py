@@ -16,7 +16,7 @@ class RankDevice:
     """What a rank computes on.
 
     Attributes:
-        identity: of the device, the same for two ranks that share it; empty: it has no memory of its own (a CPU).
+        identity: of the device, the same for two ranks that share it; empty: it has no separate memory (a CPU).
         backend: of process groups on it, e.g. ``nccl``; empty: one that wants host memory.
     """
 
@@ -82,7 +82,7 @@ class LinkClock:
     """Times what one rank receives from one other; all times in seconds.
 
     Attributes:
-        least_s: what a message from there seems to take at least, by both clocks; to be told to the other side.
+        least_s: what a message from there seems to take at least, by both clocks; to be sent to the other side.
 
     >>> clock = LinkClock()
     >>> clock.came(sent_s=10.0, back_s=0.3, arrived_s=10.5, size_bytes=100)  # 0.3: the way back, as seen there

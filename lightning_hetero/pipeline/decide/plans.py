@@ -21,17 +21,11 @@ from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, Mo
 
 
 def best_plan(
-    model: ModelCost,
-    cluster: Cluster,
-    global_batch: int,
-    *,
-    spans: Sequence[Span] = (),
-    micro_batch_size: int | None = None,
-    max_groups: int | None = None,
-    depth: Literal["auto"] | DepthRule = "auto",
-    budget: int | None = None,
+    model: ModelCost, cluster: Cluster, global_batch: int, *, spans: Sequence[Span] = (),
+    micro_batch_size: int | None = None, max_groups: int | None = None,
+    depth: Literal["auto"] | DepthRule = "auto", budget: int | None = None,
     micro_samples: Sequence[int] | None = None,
-) -> PipelinePlan:
+) -> PipelinePlan:  # fmt: skip
     """Searches for the fastest plan; failure is its status.
 
     Args:
@@ -89,7 +83,7 @@ def check_plan(plan: PipelinePlan, *, layers: int, ranks: int, global_batch: int
 def micro_sizes(planned: tuple[int, ...], samples: int) -> tuple[int, ...]:
     """Returns the micro-batches of a part of a batch: as planned as far as there are samples, the rest as one.
 
-    Where a part is larger than planned (a user's batch sampler may make it so), the rest is cut into micro-batches
+    Where a part is larger than planned (as a user's batch sampler may make it), the rest is cut into micro-batches
     of at most the largest that was planned for, since that is known to fit; and no single sample is left, see `evened`.
 
     >>> micro_sizes((4, 4, 4, 3), 15), micro_sizes((4, 4, 4, 3), 9), micro_sizes((4, 4), 14)
@@ -148,7 +142,7 @@ def describe_plan(plan: PipelinePlan, cluster: Cluster | None = None, names: Seq
 
     Args:
         plan: to describe.
-        cluster: for the devices' names, and to say which are at rest.
+        cluster: for the devices' names, and to say which are idle.
         names: of the layers; without them stages show numbers.
     """
     lines: list[str] = []
@@ -163,7 +157,7 @@ def describe_plan(plan: PipelinePlan, cluster: Cluster | None = None, names: Seq
         batches = f"{len(group.micro_batches)} x {sizes[0]}" + ("" if len(sizes) == 1 else f" (last {sizes[-1]})")
         lines.append(f"group {i}: {group.samples} samples in {batches}; " + " -> ".join(stages))
     if cluster is not None and (idle := resting(plan, len(cluster.devices))):
-        lines.append("at rest: " + ", ".join(f"rank {rank} ({cluster.devices[rank].name})" for rank in idle))
+        lines.append("idle: " + ", ".join(f"rank {rank} ({cluster.devices[rank].name})" for rank in idle))
     if math.isfinite(plan.total_s):
         more = f", {plan.sync_s * 1e3:.1f} ms of it to synchronise" if plan.sync_s else ""
         bound = f"; no plan below {plan.lower_bound_s * 1e3:.1f} ms" if plan.lower_bound_s else ""
@@ -176,7 +170,7 @@ def unit_costs(names: Sequence[str], sizes_bytes: Sequence[float] = ()) -> Model
 
     Args:
         names: of the layers.
-        sizes_bytes: of their parameters; a layer's work is in proportion to it. Left out: all alike.
+        sizes_bytes: of their parameters; a layer's work is in proportion to it. Left out: all equal.
     """
     second = AffineCost(fixed_s=0.0, per_sample_s=1.0)
     one = LayerCost(name="", forward=second, backward=second.times(2.0))
@@ -247,7 +241,7 @@ def _stages(plan: PipelinePlan) -> Iterator[tuple[GroupPlan, int, int, tuple[int
 
 
 def held_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float]:
-    """Returns what the solvers count, by rank: state, and micro-batches in flight of the largest size; 0 at rest."""
+    """Returns what the solvers count, by rank: state, and micro-batches in flight of the largest size; 0 if idle."""
     held = [0.0] * ranks
     for group, stage, rank, (first, end) in _stages(plan):
         own, most = model.layers[first:end], max(group.micro_batches)

@@ -63,7 +63,7 @@ class BatchReport:
             rank, world, layers: which rank tells, of how many, and how many layers the backbone has.
             work: samples; own work [s]; waiting for others until this message was sent, which is when the sums of the
                 gradients have begun [s]; what followed in the batch before, until these and the message were there [s].
-            rest_s: of a rank at rest: what a computation that is always the same took [s].
+            rest_s: of an idle rank: what a computation that is always the same took [s].
             links: on which it has received; of more than two neighbours the first two.
             first_layer, layer_s: of its layers, in order [s]; none if it is not its group's turn.
         """
@@ -91,7 +91,7 @@ class BatchReport:
 
     @property
     def rest_s(self) -> dict[int, float]:
-        """By rank at rest that has looked: what a computation that is always the same took [s]."""
+        """By idle rank that has looked: what a computation that is always the same took [s]."""
         return {rank: row[_WORK - 1] for rank, row in enumerate(self._ranks) if row[_WORK - 1] > 0.0}
 
     @property
@@ -140,7 +140,7 @@ class Jumps:
         Args:
             generation: of the plan that it ran under.
             work: by rank: samples, own work [s].
-            rest_s: by rank at rest: what a computation that is always the same took [s].
+            rest_s: by idle rank: what a computation that is always the same took [s].
         """
         if generation != self._generation:
             self._generation, self._settling = generation, _SETTLING if self._waits else 0

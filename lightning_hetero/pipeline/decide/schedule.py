@@ -124,8 +124,8 @@ class Schedule:
     """Who does what in which order: plain data, the same on every rank, executed as it stands.
 
     A send is posted and not waited for (its buffer is kept until it is out); a receive stands where its message is
-    needed, so that is where to wait for it. Messages have no tags: every directed pair of devices is a channel of its
-    own, first in, first out. No choice of times makes such lists deadlock, only full buffers.
+    needed, so that is where to wait for it. Messages have no tags: every directed pair of devices is a separate
+    channel, first in, first out. No choice of times makes such lists deadlock, only full buffers.
 
     Attributes:
         devices: position of each stage's device in the group; several stages of one device interleave.

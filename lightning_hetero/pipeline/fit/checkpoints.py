@@ -139,7 +139,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
 def _complete(checkpoint: dict[str, Any], whole: WholeState) -> None:
     """Puts tensors in a checkpoint on rank 0 where callbacks and hooks have left stand-ins; collective.
 
-    They come from the rank that has values in the same place of its own checkpoint.
+    They come from the rank that has values in the same place of its checkpoint.
 
     Raises:
         RuntimeError: no rank has; or the place cannot be written to.

@@ -5,12 +5,12 @@
 
 Every rank has the batches that stock DDP would give it, and gets the outputs of them: what its hooks see and
 ``trainer.predict`` returns is the same. The steps run on the leader of its group, which alone has what is around the
-layers; a rank at rest is a guest of some group. So as many batches are in flight as the group has ranks.
+layers; an idle rank is a guest of some group. So as many batches are in flight as the group has ranks.
 
 Ranks may have different numbers of batches to predict: one that has no more says so, and goes on to serve the others.
 
 What a step leaves on the module, e.g. in a list, it leaves on the module of the rank whose batch it is: the leader runs
-it with attributes of its own, and sends what has changed in them with the output.
+it with separate attributes, and sends what has changed in them with the output.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class EvaluationBatches:
 
         Args:
             plan: the same on all ranks.
-            runner: this rank's stage; None for a rank at rest.
+            runner: this rank's stage; None for an idle rank.
         """
         assert not self._unfinished
         self._exchanged = set()
@@ -130,7 +130,7 @@ class EvaluationBatches:
         return output
 
     def finish(self) -> None:
-        """Serves until no rank of the group has a batch left, when this rank has none; nothing, if that has been done.
+        """Serves, when this rank has no batch left, until no rank of the group has; nothing, if that has been done.
 
         Raises:
             RuntimeError: another rank still validates or tests.

@@ -97,7 +97,7 @@ class GradientsAside:
 
     @contextmanager
     def scaling(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """Inside, a gradient scaler finds a gradient on every rank, or it would fail where there is none.
+        """Inside, a gradient scaler finds a gradient on every rank, or it would fail without gradients.
 
         A rank that holds no parameters of the optimizer gets a stand-in, whose gradient is NaN where the ranks have
         agreed to skip the step.
@@ -154,7 +154,7 @@ class WholeNorms:
         return torch.linalg.vector_norm(known, norm_type).to(dtype=gradients[0].dtype, device=gradients[0].device)
 
     def each(self, parameters: Sequence[Tensor], norm_type: float) -> list[float | None] | None:
-        """Returns each gradient's norm, None where there is none; None: the model is whole, or has not all of them.
+        """Returns each gradient's norm, None without a gradient; None: the model is whole, or has not all of them.
 
         Raises:
             RuntimeError: another rank has not asked for the same in time, or has failed.

@@ -227,7 +227,7 @@ class KeptBySteps:
 
         Args:
             leader: rank that runs the steps.
-            others: ranks of the group besides, and those at rest that it serves; on the leader.
+            others: ranks of the group besides, and idle ones that it serves; on the leader.
             send, receive: to and from a rank, see `EvaluationBatches`.
         """
         self.epoch_begins = True

@@ -57,14 +57,9 @@ class PipelineBinder(PartBinder[CutLoader]):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: Channel,
-        *,
-        shared: SharedSettings,
-        stream: Literal["shared"] | None = None,
-        strategy_name: str = "HeteroPipelineStrategy",
-    ) -> None:
+        self, trainer: Trainer, channel: Channel, *, shared: SharedSettings,
+        stream: Literal["shared"] | None = None, strategy_name: str = "HeteroPipelineStrategy",
+    ) -> None:  # fmt: skip
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
         self._stream_mode = stream
         self.plan = PipelinePlan(groups=())
@@ -99,7 +94,7 @@ class PipelineBinder(PartBinder[CutLoader]):
 
         Args:
             plan: with one group or more.
-            whole: what a plan leaves in one piece stays so, also where it is larger than planned: batches may be of a
+            whole: what a plan leaves in one piece stays in one, even if it is larger than planned: batches may be of a
                 class that cannot be cut.
             learn: finds out how a loader's batches are cut, on all ranks; None: no need to know.
         """
@@ -138,7 +133,7 @@ class PipelineBinder(PartBinder[CutLoader]):
     def _require_stream(self) -> None:
         if self._stream_mode is None:
             raise TypeError(
-                "the train dataset is an IterableDataset, and every rank of a pipeline would read a stream of its own."
+                "the train dataset is an IterableDataset, and every rank of a pipeline would read its own stream."
                 f" Say {self._strategy_name}(stream='shared') if all ranks read the same stream (each group keeps its"
                 " part of every global batch); otherwise use a map-style dataset, or strategy='hetero_balanced'"
             )
@@ -188,7 +183,7 @@ class PipelineBinder(PartBinder[CutLoader]):
 
         Args:
             part: any rank's part of the batch.
-            group: index of the group in the plan; None for a rank at rest, which has none.
+            group: index of the group in the plan; None for an idle rank.
         """
         if group is None:
             return (), 0

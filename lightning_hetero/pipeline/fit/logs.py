@@ -1,4 +1,4 @@
-"""What a step logs: collected from its micro-batches on the leaders, logged once, alike on all ranks (layer L).
+"""What a step logs: collected from its micro-batches on the leaders, logged once, the same on all ranks (layer L).
 
     leader of group 0:   loss 0.9 (8 samples), loss 0.7 (4 samples) \\
     leader of group 1:   loss 0.4 (6 samples)                        >  all ranks: self.log("loss", 0.66, batch_size=18)
@@ -199,11 +199,11 @@ class StepLogs:
         """
         self.send()()
 
-    def send(self, beside: Sequence[float] = ()) -> Callable[[], list[float]]:
+    def send(self, extra: Sequence[float] = ()) -> Callable[[], list[float]]:
         """Starts `publish`; the rest, which waits for all ranks and logs, is what it returns, called in the same hook.
 
         Args:
-            beside: other numbers, to be summed over the ranks by the same message; as many on every rank.
+            extra: other numbers, to be summed over the ranks by the same message; as many on every rank.
 
         Returns:
             To be called once, on all ranks; it returns the sums of the other numbers, in float64. It raises
@@ -217,11 +217,11 @@ class StepLogs:
         compat.forget_computed(self._computed)
         trainer = self._module.trainer
         if compat.results_of(trainer) is None or getattr(trainer, "barebones", False):
-            return self._start_sum(beside) if beside else list
+            return self._start_sum(extra) if extra else list
         fx = compat.running_hook(trainer)
         if fx is None:
             raise RuntimeError("StepLogs.send() is for the hook that logs, e.g. within the strategy's training_step")
-        table, mine, others = self._tables.setdefault(fx, {}), _summed(records), list(beside)
+        table, mine, others = self._tables.setdefault(fx, {}), _summed(records), list(extra)
         first = self._start_exchange(table, mine, others)
 
         def receive() -> list[float]:
@@ -263,23 +263,17 @@ class StepLogs:
     # ---- between ranks ---------------------------------------------------------------------------------------------
 
     def _start_exchange(
-        self,
-        table: Mapping[_Key, None],
-        mine: Mapping[_Key, _Sums],
-        beside: list[float],
+        self, table: Mapping[_Key, None], mine: Mapping[_Key, _Sums], extra: list[float]
     ) -> Callable[[], list[float]]:
         """Starts to sum: ranks whose keys are not all in the table; the other numbers; those of the table's keys."""
         own = [mine.get(key) or _Sums() for key in table]
         numbers = [x for s in own for x in (s.weighted, s.weight, s.plain, s.times)]
-        return self._start_sum([float(any(key not in table for key in mine)), *beside, *numbers])
+        return self._start_sum([float(any(key not in table for key in mine)), *extra, *numbers])
 
     def _exchanged(
-        self,
-        table: dict[_Key, None],
-        mine: dict[_Key, _Sums],
-        beside: list[float],
+        self, table: dict[_Key, None], mine: dict[_Key, _Sums], extra: list[float],
         message: Callable[[], list[float]],
-    ) -> tuple[list[float], dict[_Key, _Sums]]:
+    ) -> tuple[list[float], dict[_Key, _Sums]]:  # fmt: skip
         """Returns sums over all ranks: of the other numbers; and by key, in the order of the table.
 
         The table is extended where a rank needs it, and the message repeated.
@@ -290,9 +284,9 @@ class StepLogs:
                 break
             for keys in self._channel.all_gather_object([key for key in mine if key not in table]):
                 table.update((key, None) for key in keys)
-            message = self._start_exchange(table, mine, beside)
+            message = self._start_exchange(table, mine, extra)
         own = [mine.get(key) or _Sums() for key in table]
-        sums, packed = packed[: len(beside)], packed[len(beside) :]
+        sums, packed = packed[: len(extra)], packed[len(extra) :]
         totals = {key: _Sums(*packed[4 * i : 4 * i + 4]) for i, key in enumerate(table)}
         ends = [i for i, key in enumerate(table) if key.reduction in ("min", "max")]
         if ends:

@@ -86,9 +86,9 @@ class RankInPlan:
         run: as given.
         planned: the plan in force, and what it was made from.
         held: what follows from which rank holds what under it.
-        group: of this rank; None for a rank at rest.
+        group: of this rank; None for an idle rank.
         elsewhere: the ids of the modules in layers that other ranks run for a group that this one leads.
-        runner: this rank's stage, or the whole step; None for a rank at rest.
+        runner: this rank's stage, or the whole step; None for an idle rank.
         predicted_s: per rank, what its own work for a full batch should take by the plan's costs [s]; NaN if unknown.
         here: what runs on this rank, for what stands for tensors that others hold.
         copies: of the module that callbacks keep to average weights, divided as the module is: they make them before
@@ -131,12 +131,12 @@ class RankInPlan:
 
     @property
     def group_index(self) -> int | None:
-        """Number of this rank's group in the plan; None for a rank at rest."""
+        """Number of this rank's group in the plan; None for an idle rank."""
         return None if self.group is None else self.planned.plan.groups.index(self.group)
 
     @property
     def costs(self) -> ModelCost:
-        """What layers cost; all alike where nothing was measured."""
+        """What layers cost; all equal where nothing was measured."""
         return self.planned.model or unit_costs(self.run.backbone.names)
 
     @property
@@ -147,7 +147,7 @@ class RankInPlan:
     # ---- what the user's code changes of the module ----------------------------------------------------------------
 
     def look(self) -> bool:
-        """Looks whether the module has been changed, and divides it anew if it has been; collective.
+        """Looks whether the module has been changed, and divides it again if it has been; collective.
 
         Hooks before the first batch may have changed it, or hooks between two epochs. What hooks between two batches
         change of layers and parameters is found too late: nobody knows when that was.
@@ -156,7 +156,7 @@ class RankInPlan:
             Whether layers or parameters are others.
 
         Raises:
-            RuntimeError: on all ranks, with the names, why it cannot be divided anew, and the ways out.
+            RuntimeError: on all ranks, with the names, why it cannot be divided again, and the ways out.
         """
         run, held, in_between = self.run, self.held, self.held.in_between
         change, group, wait = held.known.change(run.module), run.channel.group, run.failures.wait
@@ -234,7 +234,7 @@ class RankInPlan:
         return migration.size_bytes
 
     def follow(self, planned: PlanResult) -> None:
-        """What follows from a plan besides; by itself for one of the same structure, between two batches."""
+        """What follows from a plan besides; without a division for one of the same structure, between two batches."""
         plan, rank, before = planned.plan, self.run.channel.rank, self.group
         called_before, self.planned = self.planned.calls, planned
         self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
@@ -283,14 +283,10 @@ class RankInPlan:
             time_layers=run.watched and run.scenario is None,
         )  # fmt: skip
         return StageRunner(
-            for_all_plans,
-            run.backbone.layers,
-            group=group,
+            for_all_plans, run.backbone.layers, group=group,
             cut=run.backbone.cut() if self.leads and not isinstance(run.backbone, Undivided) else None,
-            times=self._times_of(group),
-            policy=partial(_policy, group),
-            calls=self.planned.calls,
-        )
+            times=self._times_of(group), policy=partial(_policy, group), calls=self.planned.calls,
+        )  # fmt: skip
 
     def measured(self) -> tuple[list[LinkTime], list[float]]:
         """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing.
@@ -306,7 +302,7 @@ class RankInPlan:
         """Returns what a computation that is always the same takes, if this rank rests and is watched; else 0 [s].
 
         Args:
-            step: batches trained so far; of an emulated device it tells how fast that is.
+            step: batches trained so far; of an emulated device it determines how fast that is.
         """
         if self.group is not None or not self.run.watched:
             return 0.0

@@ -23,7 +23,7 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients of a layer go to the ranks that hold the same layer",
-    comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients of a layer go to the"
+    comm_hooks="communication hooks change DDP's all-reduce, which is not used here: gradients of a layer go to the"
     " ranks that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state",
     lbfgs="LBFGS needs inner products over all parameters, and each rank of a pipeline holds some of them only;"
     " use another optimizer, or one device",
@@ -56,7 +56,7 @@ def refuse_module(module: LightningModule) -> None:
         )
     if is_overridden("backward", module):
         raise TypeError(
-            f"{name} overrides backward(); in a pipeline each stage runs a backward pass of its own and there is no"
+            f"{name} overrides backward(); in a pipeline each stage runs its own backward pass and there is no"
             " single one to replace. Remove it (scaling the loss in training_step does the same), or use"
             " strategy='hetero_balanced'"
         )
@@ -91,7 +91,7 @@ def changed_late(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         error.args = (
             f"on rank {rank} the module is another one than when its layers were divided: {error}. In a pipeline each"
-            " rank has a part of it, which is divided before training, and anew if all ranks change it in on_fit_start,"
+            " rank has a part of it. It is divided before training, and again if all ranks change it in on_fit_start,"
             " on_train_start, on_train_epoch_start or on_train_epoch_end. Change it there, or build it so in"
             " configure_model, or use strategy='hetero_balanced'",
         )
@@ -101,7 +101,7 @@ def changed_late(rank: int) -> Iterator[None]:
 def refuse_change(
     change: ModuleChange, strangers: Sequence[Tensor] = (), *, in_between: bool, copies: bool = False
 ) -> None:
-    """Checks that a module which has been changed can be divided anew.
+    """Checks that a module which has been changed can be divided again.
 
     Args:
         change: of the module.
@@ -144,7 +144,7 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Bac
             raise TypeError(
                 f"{name}.step of one parameter depends on the gradients of others, such as by a norm over all of them,"
                 " and in a pipeline each rank has those of its own layers only. Use an optimizer that treats each"
-                " parameter by itself (gradient_clip_val clips by the norm of the whole model), or"
+                " parameter separately (gradient_clip_val clips by the norm of the whole model), or"
                 " strategy='hetero_balanced'"
             )
 

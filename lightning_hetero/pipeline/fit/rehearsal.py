@@ -87,7 +87,7 @@ def measure_model(
     Raises:
         TypeError, ValueError: the loader yields no example.
         RuntimeError: the step fails, or never calls the backbone.
-        torch.OutOfMemoryError: not even a single layer beside what is outside of the layers fits the device.
+        torch.OutOfMemoryError: not even a single layer, with what is outside of the layers, fits the device.
     """
     with nobody_notices(step.module, step.loader, step.device):
         samples, measured = _few(step.loader, micro_batch_size), partial(_measured, step, again=checkpoint_layers)
@@ -123,11 +123,9 @@ def calls_in(step: Rehearsal) -> int:
         with step.context():
             batch = step.to_device(step.loader.collate_fn(first_samples(step.loader, _FEWEST)))
             calls = count_calls(
-                partial(compat.call_training_step, step.module, batch, 0),
-                cut=step.backbone.cut(),
-                layers=step.backbone.layers,
-                device=step.device,
-            )
+                partial(compat.call_training_step, step.module, batch, 0), cut=step.backbone.cut(),
+                layers=step.backbone.layers, device=step.device,
+            )  # fmt: skip
         return max(1, calls)
     return 1  # the first batch shows what is wrong with it
 
@@ -174,14 +172,10 @@ def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> 
             return measure_whole(bodies, module=module, name=name, copies=copies, device=device), 1
         inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
         outside = measure_outside(
-            bodies,
-            cut=step.backbone.cut(),
-            layers=layers,
+            bodies, cut=step.backbone.cut(), layers=layers,
             parameters=[p for p in module.parameters() if id(p) not in inside],
-            buffers=[b for b in module.buffers() if id(b) not in inside],
-            copies=copies,
-            device=device,
-        )
+            buffers=[b for b in module.buffers() if id(b) not in inside], copies=copies, device=device,
+        )  # fmt: skip
         model = profile_on_device(
             layers, outside.first, names=step.backbone.names, device=device, copies=copies,
             before=outside.before, head=outside.head, call=_computed_again if again else None,
@@ -279,15 +273,9 @@ def first_finds(channel: SideChannel, find: Callable[[], Found], *, rank: int = 
 
 
 def agree_layout(
-    loader: DataLoader,
-    module: LightningModule,
-    *,
-    channel: SideChannel,
-    leader: int,
-    device: torch.device,
-    to_device: Callable[[Any], Any],
-    needed: bool,
-) -> Layout | None:
+    loader: DataLoader, module: LightningModule, *, channel: SideChannel, leader: int, device: torch.device,
+    to_device: Callable[[Any], Any], needed: bool,
+) -> Layout | None:  # fmt: skip
     """Returns how the batches of a loader are cut, the same on all ranks; None: it is not known. Collective.
 
     Args:
@@ -322,5 +310,5 @@ def agree_layout(
         return None
     raise TypeError(
         f"the batches of the train loader cannot be cut into micro-batches: {layout}. Or use"
-        " strategy='hetero_balanced', which gives training_step the batch of a rank as it is"
+        " strategy='hetero_balanced', which gives training_step the whole batch of a rank"
     ) from (causes[0] if causes else None)

@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.pipeline.decide.costs import model_to_plain
@@ -66,17 +65,13 @@ class PipelineRun(RunOnRank):
         return self.batches is not None and self.batches.sigterm
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
-        """Also on ranks that are told of rank 0's rehearsal."""
+        """Also on ranks that hear of rank 0's rehearsal."""
         return self.batches is None or super().sizes_differ(error, *again)
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def install(
-        self,
-        planned: PlanResult,
-        backbone: Backbone,
-        *,
-        to_device: Callable[[Any], Any],
+        self, planned: PlanResult, backbone: Backbone, *, to_device: Callable[[Any], Any]
     ) -> RankInPlan:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
@@ -88,14 +83,10 @@ class PipelineRun(RunOnRank):
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
         controller = self.settings.controller if self.fitting else None
         learn = partial(
-            agree_layout,
-            module=self.module,
-            channel=self.channel,
-            leader=planned.plan.groups[0].ranks[0],
-            device=self.settings.device,
-            to_device=to_device,
+            agree_layout, module=self.module, channel=self.channel, leader=planned.plan.groups[0].ranks[0],
+            device=self.settings.device, to_device=to_device,
             needed=controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups),
-        )
+        )  # fmt: skip
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
         self.backbone, self.watched = backbone, controller is not None
@@ -138,7 +129,7 @@ class PipelineRun(RunOnRank):
         After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
         `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception,
         before the strategy learns of it. The first one reports it here; the others get an exception by that and come
-        to save, too. What was under way between them stays as it is: they meet in a new process group.
+        to save, too. What was under way between them is left: they meet in a new process group.
         """
         assert self.place is not None
         if self.trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -164,12 +155,12 @@ class PipelineRun(RunOnRank):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def current_samples(self) -> int | None:
-        """Samples of the batch this rank is training on; 0 means a dummy: a member's, or a rank at rest."""
+        """Samples of the batch this rank is training on; 0 means a dummy: a member's, or an idle rank's."""
         return None if self.batches is None or self.batches.part is None else self.batches.part.samples
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each group, at its leader; members and ranks at rest have none."""
+        """Samples of each group, at its leader; 0 for members and idle ranks."""
         if self.place is None:
             return ()
         led = {group.ranks[0]: sum(group.micro_batches) for group in self.place.planned.plan.groups}
@@ -180,13 +171,14 @@ class PipelineRun(RunOnRank):
         return None if self.batches is None else self.batches.report
 
     def take_reports(self) -> list[StepReport] | None:
-        """Stages differ in what an item costs, so ranks compare only where each is a pipeline of its own."""
+        """Stages differ in what an item costs, so ranks compare only where each is a separate pipeline."""
         groups = () if self.place is None else self.place.planned.plan.groups
         return None if groups and all(len(group.ranks) == 1 for group in groups) else []
 
-    def waiting_in(self, report: StepReport) -> float:
-        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
-        return super().waiting_in(report) if self.take_reports() is None else not_working(report.records)
+    @property
+    def meets(self) -> bool:
+        """Where each rank is a separate pipeline; a pipeline of several ranks has bubbles."""
+        return self.take_reports() is None
 
     def engine_metrics(self) -> dict[str, float]:
         """Changes of plan so far; nothing without a controller."""

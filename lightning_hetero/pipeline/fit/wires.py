@@ -109,7 +109,7 @@ class RunOnRank(EngineRun[PipelineBinder]):
 
     Args:
         trainer: the running trainer.
-        settings: the same on all ranks, but for the device.
+        settings: the same on all ranks, except the device.
 
     Attributes:
         settings: as given.
@@ -163,12 +163,9 @@ class Wires:
         self.gloo: dist.ProcessGroup | None = None
         self._connect(plan)
         self.direct = DirectWays(
-            self._pairs(plan),
-            rank=channel.rank,
-            backend=self._devices[channel.rank].backend,
-            timeout=settings.timeout,
-            device=settings.device,
-        )
+            self._pairs(plan), rank=channel.rank, backend=self._devices[channel.rank].backend,
+            timeout=settings.timeout, device=settings.device,
+        )  # fmt: skip
         self.owners = OwnerGroups(
             channel.group, backend=settings.process_group_backend, timeout=settings.gloo_timeout
         )

@@ -10,10 +10,10 @@ the gradients return the same way:
     fill       = all stages + both directions of all links                      (one micro-batch on its own)
     total      = fill + (micro_batches - 1) * period,   period >= bottleneck
 
-Between two devices the loop has no wire of its own: each direction of the link carries the loop's messages as well.
+Between two devices the loop has no separate wire: each direction of the link carries the loop's messages as well.
 
 **In flight.** To sustain a period P, stage i must hold ``depth_i`` micro-batches between forward and backward. Links
-and the head count as stages in flight of their own (textbook 1F1B forgets them), with t_i the link's round trip:
+and the head count as separate stages in flight (textbook 1F1B forgets them), with t_i the link's round trip:
 
     per_link    L_i = L_(i+1) + 1 + ceil(t_i / P),              L_S = 1 for the head, t_(S-1) of the loop
     low_memory  min(L_i, C_i), C_i = max(ceil(R_i / P) + 1, C_(i+1) + 1), C_S = 1, R_i from stage i to the end and back
@@ -130,7 +130,7 @@ def periods(spans_s: Floats | float, period_s: Floats) -> Floats:
 
 
 def room(state_bytes: Floats, activation_bytes: Floats, mem_bytes: Floats | float) -> Floats:
-    """Returns how many micro-batches in flight fit beside the state: a real number, < 1 if not one does."""
+    """Returns how many micro-batches in flight fit in addition to the state: a real number, < 1 if not one does."""
     with np.errstate(divide="ignore", invalid="ignore"):
         fit = (mem_bytes - state_bytes) / activation_bytes / ROOM_SNAP
     bare = np.where(state_bytes <= mem_bytes / ROOM_SNAP, np.inf, -np.inf)
@@ -207,14 +207,10 @@ def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
         return ChainPlan(cuts=(), status=Status.INFEASIBLE, reason=reason)
     held = depths(chain, split, period)
     return ChainPlan(
-        cuts=ends,
-        bottleneck_s=bottleneck_s,
-        period_s=period_s,
-        fill_s=fill_s,
-        total_s=fill_s + (chain.micro_batches - 1) * period_s,
-        depths=tuple(held[0].tolist()),
+        cuts=ends, bottleneck_s=bottleneck_s, period_s=period_s, fill_s=fill_s,
+        total_s=fill_s + (chain.micro_batches - 1) * period_s, depths=tuple(held[0].tolist()),
         memory_bytes=tuple((state + held * activations)[0].tolist()),
-    )
+    )  # fmt: skip
 
 
 def _overfull(chain: DeviceChain, cuts: tuple[int, ...], need: Floats) -> str:

@@ -37,7 +37,7 @@ class Drafts:
         self._known: dict[Ranks, Pipe | None] = {}
 
     def pipe(self, ranks: Ranks) -> Pipe | None:
-        """Returns the draft for this order; None if there is none."""
+        """Returns the draft for this order; None without a draft."""
         if ranks not in self._known:
             cuts = self._cuts(ranks)
             self._known[ranks] = Pipe(ranks, cuts) if cuts else None

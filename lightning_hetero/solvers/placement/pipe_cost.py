@@ -1,6 +1,6 @@
 """A pipeline with its layers dealt out, and its time by the number of samples it gets.
 
-With devices and borders fixed, all times are affine in the size of a micro-batch: layers and links alike. So one set
+With devices and borders fixed, all times are affine in the size of a micro-batch, of layers and of links. So one set
 of lines answers for every size. With u the size of full micro-batches, n samples make m = ceil(n / u) of them, all full
 but the last one of r, and
 

@@ -1,7 +1,7 @@
 """Structures to start the search from, and the fastest plan that it finds from them (layer P).
 
 Of few devices all groupings are drafted. Of many: a chain of nearest neighbours cut into n pieces of equal speed (fast
-links inside groups), devices dealt out by speed (groups alike), each device alone, and all of it again with the
+links inside groups), devices dealt out by speed (equal groups), each device alone, and all of it again with the
 fastest part of the devices only.
 """
 

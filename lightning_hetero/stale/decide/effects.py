@@ -61,7 +61,7 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """A contribution goes into the pool, multiplied by ``scale`` (damping; 1 = as it is)."""
+    """A contribution goes into the pool, multiplied by ``scale`` (damping; 1: unchanged)."""
 
     rank: int
     assignment: int
@@ -74,7 +74,7 @@ class Accepted:
 class Refused:
     """A contribution is thrown away: ``gone`` (assignment re-issued or cancelled), ``stale`` or ``nonfinite``.
 
-    ``samples`` were computed in vain.
+    ``samples`` were computed and wasted.
     """
 
     rank: int

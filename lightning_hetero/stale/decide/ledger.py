@@ -98,7 +98,7 @@ class Ledger:
         return len(self._slices.get(batch, {}))
 
     def slice(self, rank: int, batch: int) -> Span:
-        """Returns the rank's slice of a batch; ``(0, 0)`` if it has none, or the batch is not laid out or finished."""
+        """Returns the rank's slice of a batch; ``(0, 0)`` without a slice, or the batch is not laid out or finished."""
         return self._slices.get(batch, {}).get(rank, (0, 0))
 
     def planned(self, rank: int, batch: int) -> int:

@@ -24,7 +24,7 @@ class Counts:
         queue, longest_queue: messages found waiting when the server looked, the last time and at most.
         pushes, samples: accepted, by rank.
         staleness: samples accepted, by the number of versions they were old.
-        discarded: samples computed in vain, by reason.
+        discarded: samples computed and wasted, by reason.
         reissued: samples given out again, by reason.
         hold_s: time from a worker's claim to its answer, by rank [s].
         compute_s: time the workers say they computed for their pushes, by rank [s].
@@ -70,7 +70,7 @@ class Counts:
         self.hold_s[rank] += seconds  # type: ignore[assignment]
 
     def stale_fraction(self) -> float:
-        """Returns the part of the accepted samples that was computed on an older version; 0 if there are none."""
+        """Returns the part of the accepted samples that was computed on an older version; 0 without samples."""
         total = sum(self.staleness.values())
         return 1.0 - self.staleness[0] / total if total else 0.0
 
@@ -177,9 +177,7 @@ class Since:
 
         records = [
             SpeedSample(
-                rank=rank,
-                step=step,
-                samples=round(mean(counts.samples, last.samples, rank)),
+                rank=rank, step=step, samples=round(mean(counts.samples, last.samples, rank)),
                 compute_s=mean(counts.compute_s, last.compute_s, rank),
                 wait_s=mean(counts.hold_s, last.hold_s, rank),
             )

@@ -1,7 +1,7 @@
 """Which workers are here, what each computes on, and when that should end (layer P).
 
 A worker has at most one assignment. That is *valid* until its samples arrive or are issued again; then it is void, but
-stays with its worker until that one speaks: its time is still a sign of life, and its late push is told why it is
+remains its worker's until that one speaks: its time is a sign of life, and the answer to a late push says why it is
 refused. An assignment may have a *twin*: the same samples, issued a second time to another worker.
 """
 

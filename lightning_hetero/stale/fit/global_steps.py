@@ -95,16 +95,9 @@ class GlobalSteps:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        session: Session,
-        source: SampleSource,
-        *,
-        parts: Parts,
-        events: EventLog,
-        before_epoch: Callable[[], None],
-        resume: Mapping[str, Any],
-    ) -> None:
+        self, trainer: Trainer, session: Session, source: SampleSource, *, parts: Parts, events: EventLog,
+        before_epoch: Callable[[], None], resume: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.at = Progress()
         self.source = source
         self.device = device_of(trainer.strategy.root_device)
@@ -207,7 +200,7 @@ class GlobalSteps:
         return last or batches % trainer.accumulate_grad_batches == 0
 
     def _log_learning_rates(self) -> None:
-        """`LearningRateMonitor` logs at the start of a batch, which has none when it is passed."""
+        """`LearningRateMonitor` logs at the start of a batch; a batch that is passed does not have one."""
         trainer = self._trainer
         for callback in compat.trainer_callbacks(trainer):
             if isinstance(callback, LearningRateMonitor):

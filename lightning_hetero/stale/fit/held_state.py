@@ -16,7 +16,7 @@ _WAY_OUT = (
 
 
 class _HeldState(defaultdict[Any, Any]):
-    """In the place of an optimizer's ``state``; every use raises.
+    """Replaces an optimizer's ``state``; every use raises.
 
     Args:
         owner: name of the optimizer's class.

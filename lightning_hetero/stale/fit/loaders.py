@@ -67,8 +67,8 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
             self.refuse_own_data(loader)
         elif spec.kind != "plain":
             raise TypeError(
-                "a rank cannot join a run whose order of samples the ranks draw together (a sampler or batch sampler of"
-                " your own): start all ranks again from the last checkpoint"
+                "a rank cannot join a run whose order of samples the ranks draw together (a custom sampler or batch"
+                " sampler): start all ranks again from the last checkpoint"
             )
         if spec.kind == "plain" and (size := self._settled_batch(spec.batch_size)) is not None:
             orders.settle(size)

@@ -119,13 +119,9 @@ def _copied(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
 
 
 def redirect_steps(
-    module: LightningModule,
-    optimizers: Sequence[Optimizer],
-    loop: StepLoop,
-    *,
-    call: Callable[[int, str], None],
+    module: LightningModule, optimizers: Sequence[Optimizer], loop: StepLoop, *, call: Callable[[int, str], None],
     warn_once: Callable[[str], None],
-) -> Callable[[], None]:
+) -> Callable[[], None]:  # fmt: skip
     """Lets ``loop`` know what the optimizers are asked for; returns the undo function.
 
     What a class has besides the API of `torch.optim.Optimizer`, such as the ``eval`` of schedule-free optimizers, works
@@ -134,7 +130,7 @@ def redirect_steps(
     Args:
         module: whose manual optimization may zero gradients in other ways than through an optimizer.
         optimizers: in the order of `configure_optimizers`.
-        loop: is told `stepped` and `zeroed`.
+        loop: learns of `stepped` and `zeroed`.
         call: has the server call a method of an optimizer, by number and name; for all ranks at once.
         warn_once: shows a message once.
     """

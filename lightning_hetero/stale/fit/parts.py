@@ -3,7 +3,7 @@
 A rank may train several parts of a global batch within one batch of the loop, none, or one that counts nothing because
 another rank has computed its samples. Epoch values, torchmetrics and, in automatic optimization, the numbers and lists
 that the module keeps count each sample that is trained on once: what a part brought is taken back if its push counts
-nothing. Hooks that look at a batch or its outputs are told of each part that counts, see
+nothing. Hooks that look at a batch or its outputs get each part that counts, see
 `lightning_compat.empty_batches`.
 """
 
@@ -96,19 +96,21 @@ class Parts:
 
 
 def _save_attributes(module: LightningModule) -> Callable[[], None]:
-    """Returns what puts back the user's plain attributes: values, what lists have had so far, small dicts and sets.
+    """Returns what puts back the user's plain attributes: values, what lists have had so far, small dicts and sets, and
+    lists in these dicts.
 
-    What is deeper, and a tensor that is changed in place, stays as it is.
+    What is deeper, and a tensor that is changed in place, is unchanged.
     """
     own, theirs = vars(module), compat.module_attributes()
     kept = {name: value for name, value in own.items() if name not in theirs}
-    lengths = {name: len(value) for name, value in kept.items() if isinstance(value, list)}
     copies = {n: v.copy() for n, v in kept.items() if isinstance(v, dict | set) and len(v) <= _SMALL}
+    inside = [value for copy in copies.values() if isinstance(copy, dict) for value in copy.values()]
+    lengths = [(value, len(value)) for value in [*kept.values(), *inside] if isinstance(value, list)]
 
     def put_back() -> None:
         own.update(kept)
-        for name, length in lengths.items():
-            del kept[name][length:]
+        for values, length in lengths:
+            del values[length:]
         for name, copy in copies.items():
             kept[name].clear()
             kept[name].update(copy)

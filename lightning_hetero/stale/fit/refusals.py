@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
-    comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
+    comm_hooks="communication hooks change DDP's all-reduce, which is not used here: gradients go to a parameter"
     " server. For smaller messages pass compression='bf16' or 'fp16'",
     lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
     " use another optimizer, or one device",
@@ -122,15 +122,15 @@ def refuse_different(ranks: Sequence[int], everyone: Sequence[Changed]) -> None:
     """Refuses parameters that ranks have changed in different ways.
 
     Raises:
-        RuntimeError: with name, ranks, reason and ways out; on all ranks alike.
+        RuntimeError: with name, ranks, reason and ways out; on all ranks.
     """
     for rank, own in zip(ranks[1:], everyone[1:], strict=True):
         name = _different(everyone[0].trained, own.trained)
         if name := name or next(iter({*everyone[0].new} ^ {*own.new}), None):
             raise RuntimeError(
-                f"{name} was changed other than by an optimizer where the ranks met, and not alike on ranks {ranks[0]}"
-                f" and {rank}. Under hetero_stale there is one {name}, in the parameter server: change it on all ranks"
-                " alike, e.g. not under is_global_zero, nor with random numbers of each rank's own"
+                f"{name} was changed, not by an optimizer, where the ranks met, and differently on ranks {ranks[0]}"
+                f" and {rank}. Under hetero_stale there is one {name}, in the parameter server: change it equally on"
+                " all ranks, e.g. not under is_global_zero, nor with random numbers of each rank's own"
             )
         if name := _different(everyone[0].others, own.others):
             raise RuntimeError(
@@ -140,7 +140,7 @@ def refuse_different(ranks: Sequence[int], everyone: Sequence[Changed]) -> None:
 
 
 def _different(some: Mapping[str, Numbers], others: Mapping[str, Numbers]) -> str | None:
-    """Returns the first name whose numbers are not alike."""
+    """Returns the first name whose numbers differ."""
     for name in sorted({*some, *others}):
         if name not in some or name not in others:
             return name

@@ -15,7 +15,6 @@ from lightning_hetero.base.elastic.ddp import ElasticRun
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
-from lightning_hetero.cluster.score import not_working
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
@@ -141,7 +140,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self._callback_hooks.callback(compat.skip_empty_batches(self.trainer, self._parts))
 
     def _disconnect(self, why: str) -> None:
-        """All ranks leave the server alike; what it has comes home, for another one."""
+        """All ranks leave the server; what it has is brought back, for another one."""
         self._leave_step()
         self.meetings.meet(why)
         self.session.bring_home()
@@ -174,10 +173,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
         self.loop = StepLoop(
-            trainer,
-            steps,
-            weight=settings.shared.weight_in(module),
-            sums=settings.server.divide_by is not None,
+            trainer, steps, weight=settings.shared.weight_in(module), sums=settings.server.divide_by is not None
         )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
@@ -186,9 +182,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.undo.callback(guard_groups())
         self.undo.callback(watch_gradient_hooks(module, lambda: bool(self.current_samples()), self._members.warn_once))
         self.undo.callback(
-            redirect_steps(
-                module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once
-            )
+            redirect_steps(module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once)
         )
 
     def _call(self, index: int, name: str) -> None:
@@ -217,7 +211,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             at_end: it does not, as nobody will train; the lowest rank's buffers count all the same.
 
         Raises:
-            RuntimeError: parameters were not changed alike.
+            RuntimeError: parameters were changed differently.
         """
         worker = self.session.worker
         if worker is None:
@@ -290,11 +284,12 @@ class StaleRun(ElasticRun[AssignedBinder]):
         measures = self._measures()
         return None if measures is None else self._since.report(measures, self._members.world_size)
 
-    def waiting_in(self, report: StepReport) -> float:
-        return not_working(report.records)
+    @property
+    def meets(self) -> bool:
+        return False
 
     def engine_metrics(self) -> dict[str, float]:
-        """Staleness, work in vain and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""
+        """Staleness, wasted work and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""
         measures = self._measures()
         return {} if measures is None else report.engine_metrics(measures, self._members.world_size)
 
@@ -314,7 +309,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return measures
 
     def _note(self, counts: Counts, epoch: int, global_step: int) -> None:
-        """Has one rank tell what the server has counted, if there is anything new."""
+        """Has one rank report what the server has counted, if there is anything new."""
         if self._members.is_lowest and counts.updates != self._noted:
             self._noted = counts.updates
             self.events.note("server", epoch, global_step, counts.as_dict())

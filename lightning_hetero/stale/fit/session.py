@@ -1,7 +1,7 @@
 """This rank's end of the parameter server, for a whole fit (layer L).
 
     every rank    share: takes stock of what is trained
-    lowest rank   serve: forks the server off this process -> an address, which the others are told
+    lowest rank   serve: forks the server off this process -> an address, which the others get
     every rank    connect -> a worker ... fetch_state, bring_home: the optimizers' state comes back ... leave
 
 A server that has other parameters than the optimizers is left, and the same is done once more.
@@ -47,7 +47,7 @@ class StaleSettings:
     Attributes:
         shared: arguments on batches.
         server: what the server's process is started with.
-        compression: how gradients are sent; None: as they are.
+        compression: how gradients are sent; None: unchanged.
         agreed: what must be the same on all ranks, as words.
         shares_memory: whether ranks on the server's node reach it through shared memory; else all use pairs.
         host: name under which other nodes reach this one.
@@ -152,11 +152,9 @@ class Session:
             )
         trained = [place for i, place in named.items() if i in owned]
         layout = FlatLayout.of(
-            [(place.name, place.tensor) for place in trained],
-            [(place.name, place.tensor) for place in buffers],
-            optimizers=optimizers,
-            compression=self._settings.compression,
-        )
+            [(place.name, place.tensor) for place in trained], [(place.name, place.tensor) for place in buffers],
+            optimizers=optimizers, compression=self._settings.compression,
+        )  # fmt: skip
         others = [place for i, place in named.items() if i not in owned]
         self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())
 
@@ -206,7 +204,7 @@ class Session:
         self._held = optimizers
 
     def _may_wait(self, waited_s: float) -> None:
-        """A process that was told to end does not wait for the end of its batch, which may never come."""
+        """A process that was asked to end does not wait for the end of its batch, which may never come."""
         if waited_s > _LAST_S and self._trainer.received_sigterm:
             raise SIGTERMException
 

@@ -28,11 +28,11 @@ _WORD = torch.int64
 
 
 class _Numbers(NamedTuple):
-    """Buffers of one dtype whose change is told.
+    """Buffers of one dtype whose change is sent.
 
     Attributes:
         where: their numbers, among all of this dtype in the memory of the buffers.
-        counters: which buffers they are, one number each, if their value is told in place of a change from an infinity.
+        counters: which buffers they are, one number each, if their value is sent in place of a change from an infinity.
     """
 
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class BufferChanges:
     """What a worker's buffers have become since they came; few calls, none of which waits for their device.
 
     Args:
-        layout: of the memory; its buffers lie behind one another in the area, and in the slot likewise.
+        layout: of the memory; its buffers lie one after another in the area, as in the slot.
         device: of the memory.
     """
 
@@ -74,7 +74,7 @@ class BufferChanges:
         Args:
             now: uint8, the memory of the buffers.
             was: what they were; is what they are afterwards.
-            out: for what is told.
+            out: for what is sent.
         """
         differs = (now.view(_WORD) != was.view(_WORD)).cumsum(0)
         counted = torch.nn.functional.pad(differs, (1, 0))

@@ -4,7 +4,7 @@
     fork_server(body) -- fork -------------------> body(ready, orphaned)
                       <-- details, as JSON -------   ready(details): it serves
     lifeline, held open ------------------------->   orphaned(): rank 0 let go of it, or died
-    ServerProcess.stop() <-- exit code -----------   ends by itself when its clients are gone
+    ServerProcess.stop() <-- exit code -----------   ends when its clients are gone
 
 A fork needs no pickling: optimizers of any class work, also from a script without ``if __name__ == "__main__"``. Its
 price is what a fork inherits. The child therefore gives up everything that is not its own: sockets and stores of
@@ -86,7 +86,7 @@ class ServerProcess:
         return True
 
     def stop(self, timeout_s: float) -> int | None:
-        """Waits until the server ends by itself, then kills it; idempotent.
+        """Waits until the server ends on its own, then kills it; idempotent.
 
         Args:
             timeout_s: how long to wait before SIGKILL; it ignores what can be ignored.
@@ -135,7 +135,7 @@ def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.
 
     Args:
         body: ``body(ready, orphaned)`` runs in the child; it calls ``ready(details)`` (a JSON object), or
-            ``ready(details, watched)`` with a `Watched`, once it serves. ``orphaned()`` tells whether the parent is
+            ``ready(details, watched)`` with a `Watched`, once it serves. ``orphaned()`` says whether the parent is
             gone or has called `ServerProcess.stop`. The child ends when ``body`` returns (exit code 0) or raises
             (traceback on the screen, exit code 1). It also ends, with the stacks of its threads on the screen, when it
             neither shows progress nor asks ``orphaned()`` for its patience, or for half a minute when the parent is

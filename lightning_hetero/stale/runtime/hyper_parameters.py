@@ -1,4 +1,4 @@
-"""Hyper-parameters that travel with every push: learning rates and the like, and gradient clipping (layer T).
+"""Hyper-parameters that travel with every push: learning rates and similar ones, and gradient clipping (layer T).
 
 Schedulers and callbacks change ``optimizer.param_groups`` at the workers; the optimizer that steps is the server's. So
 each push carries all numeric entries of all groups as float64, in an order both sides derive from the optimizers as

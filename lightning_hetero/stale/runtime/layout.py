@@ -120,7 +120,7 @@ def check_compression(name: CompressionName | None) -> None:
 
 
 def _sent(entry: Entry, compression: CompressionName | None) -> Entry:
-    """Returns an entry as its gradient is sent; complex and 16-bit ones stay as they are.
+    """Returns an entry as its gradient is sent; complex and 16-bit ones are unchanged.
 
     float16 overflows above 65504 (as under DDP's ``fp16_compress_hook``); bfloat16 does not.
     """
@@ -166,13 +166,9 @@ class FlatLayout:
 
     @classmethod
     def of(
-        cls,
-        parameters: Sequence[tuple[str, Tensor]],
-        buffers: Sequence[tuple[str, Tensor]] = (),
-        *,
-        optimizers: Sequence[Optimizer] = (),
-        compression: CompressionName | None = None,
-    ) -> FlatLayout:
+        cls, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = (), *,
+        optimizers: Sequence[Optimizer] = (), compression: CompressionName | None = None,
+    ) -> FlatLayout:  # fmt: skip
         """Lays out named tensors in the order given; one that occurs again (tied weights) counts once.
 
         Args:

@@ -23,7 +23,7 @@ from lightning_hetero.transport.membership import Met
 
 @dataclass(frozen=True, slots=True)
 class EpochBegin:
-    """How a worker begins an epoch, which all must do alike.
+    """How a worker begins an epoch; all must do the same.
 
     Attributes:
         layout: digest of its layout.
@@ -126,7 +126,7 @@ def failure_of(text: str) -> BaseException:
     """Returns what to raise for a failure of the run.
 
     That is the exception which another worker's own code has raised, of the same class and text, with a
-    `RemoteFailureError` as its cause, so that the caller handles it alike on all ranks. Where no module of this process
+    `RemoteFailureError` as its cause, so that all ranks handle it equally. Where no module of this process
     has that class, or an equal one cannot be made of it, it is the `RemoteFailureError`.
     """
     words, _, cause = text.partition(_CAUSE)

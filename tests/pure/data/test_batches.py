@@ -60,5 +60,5 @@ def test_iteration_starts_where_the_run_stands(n: int, size: int, world: int, po
 def test_behind_the_epoch_its_first_batch_comes_once_more() -> None:
     order = shuffled_order(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
     sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)
-    parts = sampler.begin(4, anew=True)
+    parts = sampler.begin(4, restarts=True)
     assert next(iter(sampler))[0] == 0 and parts[0].step == 4

@@ -105,7 +105,7 @@ def test_the_description_names_devices_layers_and_times() -> None:
     assert last == "modelled: 250.0 ms per global batch, 10.0 ms of it to synchronise"
     cluster = equal_cluster(5)
     idle = describe_plan(plan_from_plain(PLAIN), cluster).splitlines()[2]
-    assert idle == f"at rest: rank 3 ({cluster.devices[3].name}), rank 4 ({cluster.devices[4].name})"
+    assert idle == f"idle: rank 3 ({cluster.devices[3].name}), rank 4 ({cluster.devices[4].name})"
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (2, 0, 1)])

@@ -148,17 +148,17 @@ CASES: dict[str, Case] = {
     "batch sampler": (
         Toy, lambda r, w: DataLoader(
             regression(SAMPLES), batch_sampler=OwnBatches(SequentialSampler(range(SAMPLES)), 3, False)
-        ), {}, ("batch sampler of its own (OwnBatches)", "LoadBalancedStrategy(batch_sampler='pool')"),
+        ), {}, ("custom batch sampler (OwnBatches)", "LoadBalancedStrategy(batch_sampler='pool')"),
     ),
     "batch sampler, own division": (
         Toy, lambda r, w: DataLoader(
             regression(SAMPLES), batch_sampler=OwnBatches(SequentialSampler(range(r, SAMPLES, w)), 3, False)
-        ), {"use_distributed_sampler": False}, ("batch sampler of its own",),
+        ), {"use_distributed_sampler": False}, ("custom batch sampler",),
     ),
     "sampler of lists": (
         Toy, lambda r, w: DataLoader(
             regression(SAMPLES), batch_size=None, sampler=Listed(range(SAMPLES), w, r)
-        ), {}, ("batch sampler of its own (Listed)", "pool"),
+        ), {}, ("custom batch sampler (Listed)", "pool"),
     ),
     "sampler of lists, one each": (
         Toy, lambda r, w: one_list_each(r, w), {}, ("Listed yields lists", "pass it as batch_sampler"),
@@ -212,10 +212,7 @@ def runs() -> list[dict[str, tuple[Any, Any]]]:
     return run_ranks(2, job)
 
 
-@pytest.mark.stock_ddp("data: iterable datasets, ready batches, loaders that are no DataLoader", "balanced")
-@pytest.mark.stock_ddp("data: DataLoader subclasses that draw by themselves", "balanced")
-@pytest.mark.stock_ddp("data: batch samplers of the user's own", "balanced")
-@pytest.mark.stock_ddp("data: `training_step(dataloader_iter)`", "balanced")
+@pytest.mark.stock_ddp("iterable", "no_dataloader", "batch_sampler", "dataloader_iter", "balanced")
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_be_divided_trains_as_under_stock_ddp(name: str) -> None:
     for rank, results in enumerate(runs()):

@@ -83,7 +83,7 @@ def exchange(rank: int, world: int) -> None:
         links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
     options["failures"]
     options["failures"].watch()
-    with pytest.raises(RuntimeError, match=r"rank 0 waited in vain for rank 1, .*sent nothing for 1 s, the timeout"):
+    with pytest.raises(RuntimeError, match=r"rank 0 gave up waiting for rank 1, .*sent nothing for 1 s, the timeout"):
         links.receive(1 - rank)
     links.abort()
     links.abort()

@@ -1,10 +1,10 @@
-"""The end of a link on a device, with two threads: what must wait for the device does so beside computation (layer T).
+"""The end of a link on a device, with two threads: what must wait for the device does so during computation (layer T).
 
-    training thread   send ──► copy to the host, beside computation ──► sending thread ──► gloo
-                      receive ◄── queue ◄── copy to the device, beside it ◄── receiving thread ◄── gloo
+    training thread   send ──► copy to the host, during computation ──► sending thread ──► gloo
+                      receive ◄── queue ◄── copy to the device, during it ◄── receiving thread ◄── gloo
 
-Between devices that have a `DirectWay` the head alone goes over gloo, and the payload never leaves the devices; but for
-the first messages of a kind, beside which the devices may still have to load what they are going to run.
+Between devices that have a `DirectWay` the head alone goes over gloo, and the payload never leaves the devices; except
+the first messages of a kind, during which the devices may still have to load what they are going to run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DeviceLink(StageLink):
         self._put(Job(self._parts(header, block), [], ready))
 
     def _on_host(self, block: Tensor) -> tuple[Tensor, Stamp]:
-        """Starts to copy a block to the host, beside what is computed; returns where to, and after what it is there."""
+        """Starts to copy a block to the host, during computation; returns where to, and after what it is there."""
         device = self._device
         room, packed = device.host_bytes(block.numel()), device.stamp()
         with device.on(self._streams[0]):

@@ -7,13 +7,13 @@
                posts its send            posts its receive
                payload ─── device ─────► payload
 
-An operation of NCCL waits on the device, where nothing can be told to it, and a device that waits frees no memory. So
+An operation of NCCL waits on the device, where nothing can reach it, and a device that waits frees no memory. So
 it is only begun when the other side is about to do its part without needing anything more, a computation least of all:
 nobody waits for a rank that is late, or dead, but on the host, where failures are looked for. Each direction of each
-pair has a communicator of its own, because one carries out its operations one after the other.
+pair has its own communicator, because one carries out its operations one after the other.
 
 A device takes its turn in one of these transfers at a time, and of two ranks the lower one takes its own first. So none
-waits for another in a circle, even where a device can do only one thing after another: because it is told to
+waits for another in a circle, even where a device can do only one thing after another: because of a setting
 (``CUDA_LAUNCH_BLOCKING=1``, ``CUDA_DEVICE_MAX_CONNECTIONS=1``, ``NCCL_LAUNCH_ORDER_IMPLICIT=1``), or while it loads a
 kernel that it has not run before.
 """

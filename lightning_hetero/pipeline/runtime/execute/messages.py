@@ -71,7 +71,7 @@ class Message:
         step: in which it is sent.
         samples: in the micro-batch.
         value: a tensor or a (nested) tuple of tensors. Of a gradient: a flat tuple, one for each tensor of the
-            activation, None where there is none.
+            activation, None without a gradient.
         requires_grad: of an activation, by tensor: whether a gradient is wanted back. None wanted: none is sent.
         way: of an activation, how it goes through the layers.
     """
@@ -199,7 +199,7 @@ def _unnest(nest: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _dense(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Returns the tensor with its dimensions in the order of its memory, and that order; None: as they are.
+    """Returns the tensor with its dimensions in the order of its memory, and that order; None: unchanged.
 
     So that e.g. ``channels_last`` survives the journey.
     """

@@ -92,7 +92,7 @@ class EmulatedPace(BusyTime):
         clock, sleep: seconds; injectable for tests.
 
     Attributes:
-        parts: of the whole model's time, by kind of computation and stage; empty: this rank rests.
+        parts: of the whole model's time, by kind of computation and stage; empty: this rank is idle.
         pacer: which sleeps.
     """
 

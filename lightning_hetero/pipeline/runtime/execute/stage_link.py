@@ -1,10 +1,10 @@
-"""The links of one rank to its neighbours in a pipeline, over gloo: first in, first out, beside computation (layer T).
+"""The links of one rank to its neighbours in a pipeline, over gloo: first in, first out, during computation (layer T).
 
     training thread   send ──► gloo ───────────► gloo, into a block that was posted ahead ──► receive   training thread
 
 A message goes as one block: a head of fixed size, with the header in it as a rule, and behind it the payload. For the
-next messages the receiver has posted blocks: gloo takes them in beside what is computed, and the thread that needs one
-waits for it by itself, so that no message is handed from thread to thread. What is larger than its block goes in
+next messages the receiver has posted blocks: gloo takes them in during computation, and the thread that needs one
+waits for it, so that no message is handed from thread to thread. What is larger than its block goes in
 pieces; both sides know how large a block is, because they know what went before. Gloo lets less come than there is room
 for.
 
@@ -256,7 +256,7 @@ class StageLink:
         self._watch.wait(work, self.peer, what)
 
     def _next(self, what: str) -> Block | None:
-        """Waits for the next message; None: there is none any more."""
+        """Waits for the next message; None: no more messages."""
         if self._due_bytes:  # not before: it wakes the peer, which is better done when this rank waits anyway
             self._post_block(self._due_bytes)
         block, work = self._blocks.popleft()

@@ -37,7 +37,7 @@ class StageLinks:
         failures: looked at while waiting.
         timeout_s: how long `receive` waits at most.
         ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `DeviceLink`.
-        clock: see `ClockOf`; None: links are as they are.
+        clock: see `ClockOf`; None: links are not emulated.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StageLinks:
         self._let_go()
 
     def abort(self) -> None:
-        """Ends the links at once, and with them all others that share the wire: neighbours that wait are told."""
+        """Ends the links at once, and with them all others that share the wire: neighbours that wait notice."""
         if self._closed:
             return
         for link in self._links.values():

@@ -58,7 +58,7 @@ class RunnerSettings:
             there are no other ranks.
         ways, clock: see `StageLinks`.
         timeout_s: how long a rank waits for another at most.
-        pace: is told of each computation.
+        pace: learns of each computation.
         checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
         time_layers: for `StageRunner.measured`.
     """
@@ -92,16 +92,9 @@ class StageRunner:
     """
 
     def __init__(
-        self,
-        settings: RunnerSettings,
-        layers: Sequence[nn.Module],
-        *,
-        group: GroupPlan,
-        cut: BackboneCut | None,
-        times: TimesOf,
-        policy: Callable[[PipelineTimes], SchedulePolicy],
-        calls: int = 1,
-    ) -> None:
+        self, settings: RunnerSettings, layers: Sequence[nn.Module], *, group: GroupPlan, cut: BackboneCut | None,
+        times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy], calls: int = 1,
+    ) -> None:  # fmt: skip
         self._seed = settings.seed
         self._group, self._cut, self._calls = group, cut, calls
         self._position = position = group.ranks.index(settings.rank)
@@ -113,13 +106,9 @@ class StageRunner:
         timed = settings.time_layers and (cut is not None or position > 0)
         self._clock = LayerClock(range(first, end), settings.device) if timed else None
         stage = Stage(
-            {i: layers[i] for i in range(first, end)},
-            last=end == len(layers),
-            seed=settings.seed,
-            checkpoint_layers=settings.checkpoint_layers,
-            device=settings.device,
-            clock=self._clock,
-        )
+            {i: layers[i] for i in range(first, end)}, last=end == len(layers), seed=settings.seed,
+            checkpoint_layers=settings.checkpoint_layers, device=settings.device, clock=self._clock,
+        )  # fmt: skip
         self._carrier = Carrier() if position == 0 else None
         neighbours = {group.ranks[position - 1], group.ranks[(position + 1) % len(group.ranks)]} - {settings.rank}
         links = StageLinks(
@@ -160,7 +149,7 @@ class StageRunner:
             micro_batches: in order; none: the group has no part in this batch.
             scale: applied to each weighted loss before its backward, e.g. ``GradScaler.scale``.
             before_last_backward: called immediately before the last backward through this rank's layers, when the
-                gradients of all else that this rank computes are complete but for what lies before the backbone.
+                gradients of all else that this rank computes are complete except what lies before the backbone.
 
         Returns:
             What the bodies returned, detached.
@@ -289,7 +278,7 @@ class StageRunner:
 
     @contextmanager
     def _at_work(self, *, leader: bool) -> Iterator[None]:
-        """Keeps the caller's random streams; a failure is told to all ranks, and ends this stage runner."""
+        """Keeps the caller's random streams; a failure is sent to all ranks, and ends this stage runner."""
         if self._closed or self._failed:
             raise RuntimeError(f"this stage runner {'is closed' if self._closed else 'has failed'}: make a new one")
         if leader != (self._position == 0):

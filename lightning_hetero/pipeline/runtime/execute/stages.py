@@ -57,10 +57,10 @@ class Flight:
         """Takes the gradients of the outputs' tensors through the layers; once.
 
         Args:
-            output_grads: None where there is none; ignored where no gradient is required. None: there are none at all.
+            output_grads: None without a gradient; ignored where no gradient is required. None: no gradients at all.
 
         Returns:
-            The gradients of the input's tensors; None where there is none.
+            The gradients of the input's tensors; None without a gradient.
         """
         end, self._end = self._end, None
         grads = (None,) * len(self.output_flags) if output_grads is None else output_grads

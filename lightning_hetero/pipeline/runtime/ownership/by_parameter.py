@@ -23,7 +23,7 @@ def treats_each_by_itself(optimizer: Optimizer) -> bool:
     """Whether what becomes of a parameter depends on its own gradients only; also if it cannot be tried.
 
     Args:
-        optimizer: over any parameters; it stays as it is.
+        optimizer: over any parameters; it is unchanged.
     """
     groups = optimizer.param_groups[:_MOST]
     first = [sum(len(g["params"][:_MOST]) for g in groups[:i]) for i in range(len(groups))]

@@ -1,7 +1,7 @@
 """What the user's code has changed of a module whose layers are divided, and how it is divided then (layer T).
 
     before     embed  | layer 0 | layer 1 | head             rank 0 holds all but layer 1, which rank 1 holds
-    changed    embed  | layer 0 | another | head | scale     on all ranks alike: they run the same hooks
+    changed    embed  | layer 0 | another | head | scale     on all ranks: they run the same hooks
     divided    rank 0 |         | rank 1  | rank 0           one rank's values go to those that hold it now
 
 Nothing that a rank holds moves to another one, and no optimizer's state does.
@@ -95,16 +95,9 @@ class _Told(NamedTuple):
 
 
 def divide_anew(
-    module: nn.Module,
-    optimizers: Iterable[Optimizer],
-    known: Known,
-    own: Callable[[Container[str]], Ownership],
-    here: Here,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    wait: Wait,
-) -> Ownership:
+    module: nn.Module, optimizers: Iterable[Optimizer], known: Known, own: Callable[[Container[str]], Ownership],
+    here: Here, *, device: torch.device, group: dist.ProcessGroup, wait: Wait,
+) -> Ownership:  # fmt: skip
     """Divides a module that has been changed on all ranks; collective.
 
     A new parameter has rank 0's values, as under DDP when training begins, a new buffer those of the rank that uses it.

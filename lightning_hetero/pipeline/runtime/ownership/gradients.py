@@ -58,15 +58,9 @@ class GradientSync:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        ownership: Ownership,
-        *,
-        groups: OwnerGroups,
-        bucket_bytes: int = 25 * 2**20,
-        least_bytes: int = 0,
-        wait: Callable[[dist.Work], object] = dist.Work.wait,
-    ) -> None:
+        self, module: nn.Module, ownership: Ownership, *, groups: OwnerGroups, bucket_bytes: int = 25 * 2**20,
+        least_bytes: int = 0, wait: Callable[[dist.Work], object] = dist.Work.wait,
+    ) -> None:  # fmt: skip
         self._groups, self._wait = groups, wait
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
         tensors, names = ownership.tensors(module), ownership.parameters
@@ -205,7 +199,7 @@ class GradientSync:
 
     @torch.no_grad()
     def own_norms(self, parameters: Sequence[Tensor], norm_type: float) -> list[float | None]:
-        """Returns the norms of the gradients that count on this rank; None of others, and where there is none.
+        """Returns the norms of the gradients that count on this rank; None of others, and without a gradient.
 
         Args:
             parameters: of this module, this rank's or stand-ins.
@@ -315,12 +309,9 @@ class Bucket:
 
 
 def fill_buckets(
-    entries: Sequence[tuple[nn.Parameter, bool]],
-    bucket_bytes: int,
-    *,
-    group: dist.ProcessGroup,
+    entries: Sequence[tuple[nn.Parameter, bool]], bucket_bytes: int, *, group: dist.ProcessGroup,
     least_bytes: int = 0,
-) -> list[Bucket]:
+) -> list[Bucket]:  # fmt: skip
     """Fills buckets in the order of the parameters; one is open for each dtype, and one for what is late.
 
     Args:

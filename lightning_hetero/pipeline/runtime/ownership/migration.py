@@ -79,12 +79,9 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]
 
 
 def _targets(
-    holders: Sequence[int],
-    owners: Sequence[int],
-    new_holders: Sequence[int],
-    new_owners: Sequence[int],
+    holders: Sequence[int], owners: Sequence[int], new_holders: Sequence[int], new_owners: Sequence[int],
     trained: bool,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     targets = [rank for rank in new_holders if rank not in holders]
     if not trained and new_owners[0] in holders and new_owners[0] != owners[0]:
         targets.append(new_owners[0])
@@ -96,7 +93,7 @@ class Migration:
 
     Args:
         module: the whole model, pruned by ``old``.
-        copies: of it, pruned alike; parameters and buffers of these move, too.
+        copies: of it, pruned in the same way; parameters and buffers of these move, too.
         optimizers: over its parameters.
         old, new: which rank holds what, before and after.
         gradients: whether gradients that parameters have at present go with them.
@@ -112,20 +109,10 @@ class Migration:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        old: Ownership,
-        new: Ownership,
-        *,
-        copies: Sequence[nn.Module] = (),
-        gradients: bool = False,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        wait: Wait,
-        wait_for_peer: Wait,
-        here: Here | None = None,
-    ) -> None:
+        self, module: nn.Module, optimizers: Sequence[Optimizer], old: Ownership, new: Ownership, *,
+        copies: Sequence[nn.Module] = (), gradients: bool = False, device: torch.device, group: dist.ProcessGroup,
+        wait: Wait, wait_for_peer: Wait, here: Here | None = None,
+    ) -> None:  # fmt: skip
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
@@ -273,7 +260,7 @@ class Migration:
 
 
 def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, Any], list[Tensor]]:
-    """Returns values with tensors on the meta device in the place of those that are sent, and these.
+    """Returns values with tensors on the meta device instead of those that are sent, and these.
 
     What is on the host though the rank's layers are not, such as an optimizer's counter, stays in the values.
 

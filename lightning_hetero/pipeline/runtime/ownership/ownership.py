@@ -76,7 +76,7 @@ class Ownership:
         module: the whole model, all parameters in place.
         layers: of the backbone, in order; modules inside ``module``.
         plan: which rank holds which layers, checked.
-        rank: this rank; may be one that rests.
+        rank: this rank; may be an idle one.
         without: buffers that only some ranks have: of them nothing is said.
 
     Attributes:
@@ -93,14 +93,9 @@ class Ownership:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        plan: PipelinePlan,
-        *,
-        rank: int,
+        self, module: nn.Module, layers: Sequence[nn.Module], plan: PipelinePlan, *, rank: int,
         without: Container[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.groups = tuple(group.ranks for group in plan.groups)
         self._layer_of_module = _layers_of_modules(module, layers)
@@ -159,7 +154,7 @@ class Ownership:
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the present parameters and buffers of ``module`` by their first names, of those that are still there.
 
-        What the user's code has added since is not among them, until the layers are divided anew (`changes`).
+        What the user's code has added since is not among them, until the layers are divided again (`changes`).
         """
         found = named(module)
         return {name: found[name] for name in (*self.parameters, *self.buffers) if name in found}

@@ -30,17 +30,13 @@ from lightning_hetero.transport.objects import gathered
 
 @torch.no_grad()
 def prune(
-    module: nn.Module,
-    optimizers: Iterable[Optimizer],
-    ownership: Ownership,
-    here: Here | None = None,
-    *,
+    module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownership, here: Here | None = None, *,
     device: torch.device | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Replaces what other ranks hold by stand-ins, in the module and in its optimizers, and frees the memory.
 
-    Attributes of the parameters and ``requires_grad`` are kept, gradients and optimizer state are dropped. Whoever
-    still uses a replaced parameter gets an error. What this rank holds stays the very object.
+    Attributes of the parameters and ``requires_grad`` are kept, gradients and optimizer state are dropped. Code
+    that still uses a replaced parameter gets an error. What this rank holds stays the very object.
 
     Args:
         module: the whole model.
@@ -118,7 +114,7 @@ def restore(
 ) -> list[str]:
     """Undoes `prune`: afterwards all ranks have all parameters and buffers, with the values of the lowest group.
 
-    Collective. For the end of training, when the model is used or divided anew. Optimizers have all parameters, and
+    Collective. For the end of training, when the model is used or divided again. Optimizers have all parameters, and
     the state of those that this rank held. What this rank gets lies on the CPU.
 
     Args:
@@ -178,7 +174,7 @@ def movable(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def to_device(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Moves parameters, gradients, buffers and optimizer state to a device; stand-ins stay as they are.
+    """Moves parameters, gradients, buffers and optimizer state to a device; stand-ins are unchanged.
 
     It calls ``module.to(device)``, so modules that do more there, such as a LightningModule's ``device``, do it.
     ``step`` counters of optimizers stay where torch wants them: on the CPU unless the optimizer is fused or capturable.

@@ -171,7 +171,7 @@ class StandIn(Tensor):
             "only the leader of a group runs a step, and only the backbone's layers may use their weights there. For a"
             " penalty on weights use the optimizer's weight_decay"
             if hook in _STEPS
-            else "code that runs on all ranks may change each parameter by itself, or a copy made of it after set-up"
+            else "code that runs on all ranks may change each parameter separately, or a copy made of it after set-up"
             " (deepcopy in on_fit_start); it cannot read values, mix parameters or run layers. For norms use"
             " gradient_clip_val, clip_grad_norm_ or grad_norm on all ranks; for averages Lightning's WeightAveraging;"
             " to save trainer.save_checkpoint on all ranks; after trainer.fit the model is whole"
@@ -302,7 +302,7 @@ class _Operation:
         return [value for value in self._args if isinstance(value, list | tuple)]
 
     def _each(self) -> Any:
-        """Runs an operation on lists of tensors for each place by itself, and together where all is on this rank."""
+        """Runs an operation on lists of tensors for each place separately, and together where all is on this rank."""
         places = range(len(self._lists[0]))
         apart = [i for i in places if any(isinstance(each[i], StandIn) for each in self._lists)]
         here = [i for i in places if i not in set(apart)]
@@ -330,7 +330,7 @@ class _Left(Tensor):
         left = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Left))
         raise RuntimeError(
             f"a reference to {vars(left)['_left']} was kept from before the pipeline's layers were divided, or divided"
-            " anew, and leads to nothing now: take tensors from the module when they are needed (self.parameters(),"
+            " again, and leads to nothing now: take tensors from the module when they are needed (self.parameters(),"
             " self.net[0].weight); or use strategy='hetero_balanced'"
         )
 
@@ -346,7 +346,7 @@ def _left_by(kind: type[Tensor]) -> type[Tensor]:
 def leave(tensor: Tensor, name: str) -> None:
     """Frees the memory of a tensor that has been replaced, even where references are kept, and harms no view.
 
-    Whoever uses the reference gets an error.
+    Code that uses the reference gets an error.
 
     Args:
         tensor: a parameter or buffer.

@@ -200,7 +200,7 @@ class Attributes:
 
 
 class Shadow(Attributes):
-    """Attributes of its own for the steps of another rank, as the module's are now: containers are copies.
+    """Separate attributes for the steps of another rank, as the module's are now: containers are copies.
 
     Args:
         module, ignore: see `Attributes`.
@@ -245,7 +245,7 @@ class Buffers(Attributes):
     """The buffers of a module and its submodules of a user's own classes, as they are now."""
 
     def changed(self) -> str | None:
-        """Returns the name of one that has changed since; None if there is none."""
+        """Returns the name of one that has changed since; None if nothing has."""
         return next((name_of(change.path) for change in self.changes()), None)
 
     def _held(self, part: nn.Module) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Buffers(Attributes):
 
 
 class _Then(NamedTuple):
-    """A container, a tensor or an object as it was.
+    """A container, a tensor or an object before a change.
 
     Attributes:
         ref: the object or tensor itself; the entries of a list or a set.

@@ -10,7 +10,7 @@
 | another module, e.g. a GPT-2, a BERT             | the items of the largest     | the items, walked in order      |
 |                                                  | ``nn.ModuleList`` in it      |                                 |
 
-A plain Sequential among the layers is opened, layer by layer; what ``pipeline_layers()`` returns stays as it is.
+A plain Sequential among the layers is opened, layer by layer; what ``pipeline_layers()`` returns is unchanged.
 *Walked in order* means that the step calls each of them once, with what the one before returned, or a part of it, and
 with anything else that does not come from a layer (masks, positions, switches). A step that computes something from
 what a layer returned, before it calls the next one, is refused when it happens, by `BackboneCut`.
@@ -163,7 +163,7 @@ def _walked(module: nn.Module) -> list[_Part]:
 
 
 def _largest_list(module: nn.Module) -> nn.ModuleList | None:
-    """Returns the list of blocks that holds most of a module's parameters: alike, several, and no other like it."""
+    """Returns the list of blocks that holds most of a module's parameters: several equal ones, the only such list."""
     found: list[tuple[int, nn.ModuleList]] = []
 
     def look(owner: nn.Module) -> None:
@@ -204,7 +204,7 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def _opened(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the layers of a plain Sequential, however deep; else the module. One with hooks of its own stays whole."""
+    """Yields the layers of a plain Sequential, however deep; else the module. One that has hooks stays whole."""
     if _is_plain_sequential(module) and not _hooks(module) and len(list(module.children())):
         for child in module.children():
             yield from _opened(child)
@@ -245,7 +245,7 @@ def _chain(module: nn.Module, what: str) -> list[nn.Module]:
         except _NoChainError as error:
             raise _NoChainError(
                 f"{what}: the forward of {kind} is not a chain of its children: {error}. Make everything between the"
-                f" layers a layer of its own (nn.Flatten, nn.ReLU, ...), or {_WAY_OUT}"
+                f" layers a separate layer (nn.Flatten, nn.ReLU, ...), or {_WAY_OUT}"
             ) from error.__cause__
         finally:
             module.training = before
@@ -325,7 +325,7 @@ def _checked(module: nn.Module, parts: Sequence[_Part]) -> Backbone:
         if numbers[id(layer)] != i:
             raise ValueError(
                 f"layers {i} and {numbers[id(layer)]} of the backbone are one module, {names[i]!r}, which cannot be"
-                " held by two stages; give each place a module of its own (copy.deepcopy), or make one layer that calls"
+                " held by two stages; give each place its own module (copy.deepcopy), or make one layer that calls"
                 " it twice"
             )
         for name, inner in layer.named_modules():

@@ -75,7 +75,7 @@ class GraphInput:
         return tensors
 
     def take_grads(self) -> list[Tensor | None]:
-        """Returns the gradients collected so far, one per tensor: None where there is none. Once, they are not kept."""
+        """Returns the gradients collected so far, one per tensor: None without a gradient. Once, they are not kept."""
         self._taken = True
         grads = iter(self._grads)
         self._grads = []
@@ -174,7 +174,7 @@ class BackboneCall:
         """Lets gradients go on through what the step computed before this call; once.
 
         Args:
-            input_grads: of each of `inputs`, in order; None where there is none. Ignored where an input requires none.
+            input_grads: of each of `inputs`, in order; None without a gradient. Ignored where an input requires none.
             retain_graph: see `graphs_to_retain`.
         """
         pairs = zip(self._sources, input_grads, strict=True)
@@ -238,7 +238,7 @@ def _nodes(roots: Sequence[Any]) -> set[Any]:
 class BackboneCut:
     """Replaces the backbone's forward while entered: a call by a running step suspends it with a `BackboneCall`.
 
-    Calls outside of steps go to the original forward. Hooks registered on the backbone run as ever, inside the step. A
+    Calls outside of steps go to the original forward. Hooks registered on the backbone run as usual, inside the step. A
     compiled ``training_step`` is split at the call. May be entered again and again, also after an exception.
 
     Args:

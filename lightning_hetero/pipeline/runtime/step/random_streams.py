@@ -1,4 +1,4 @@
-"""Random streams of one's own for each micro-batch and layer: what they draw depends on no plan (layer T).
+"""Separate random streams for each micro-batch and layer: what they draw depends on no plan (layer T).
 
     stream_seed(seed of the run, step, number of the micro-batch) ─► the body's streams, up to the backbone's call
                                                    │             └─► stream_seed(., calls so far): behind a call

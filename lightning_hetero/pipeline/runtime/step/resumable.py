@@ -88,7 +88,7 @@ class ResumableStep:
 
     The body starts with the switches of torch that are in force at `start` (grad mode, autocast, ...), in a copy of
     the caller's `contextvars` context, and keeps its own from then on. Random streams are seeded for it at `start`, and
-    anew when it is resumed; the caller keeps its own, see `nothing_drawn`.
+    again when it is resumed; the caller keeps its own, see `nothing_drawn`.
 
     Args:
         body: called without arguments.

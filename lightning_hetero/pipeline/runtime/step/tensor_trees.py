@@ -1,4 +1,4 @@
-"""Nests of tensors: the tensors in tuples, lists, dicts, registered classes; others in their place; the loss (layer T).
+"""Nests of tensors: the tensors in tuples, lists, dicts, registered classes; other tensors instead; the loss (layer T).
 
 What mostly passes between layers is one tensor, for which no tree need be walked.
 """
@@ -42,10 +42,10 @@ def weighted_loss(output: Any, weight: float, scale: Callable[[Tensor], Tensor] 
 
     Args:
         weight: of the micro-batch.
-        scale: e.g. a gradient scaler's; None: as it is.
+        scale: e.g. a gradient scaler's; None: unscaled.
 
     Raises:
-        TypeError: there is none, or it is no single number.
+        TypeError: there is no loss, or it is no single number.
     """
     loss = loss_of(output)
     if loss.numel() != 1:
@@ -60,7 +60,7 @@ def loss_of(output: Any) -> Tensor:
     """Returns the loss in what ``training_step`` returned.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no loss.
     """
     loss = output.get("loss") if isinstance(output, dict) else output
     if isinstance(loss, Tensor):

@@ -26,7 +26,7 @@ class Undivided(Backbone):
 
 
 def find_layers(module: nn.Module, backbone: str | Sequence[str] | None, *, needed: bool = False) -> Backbone:
-    """Returns the layers as `find_backbone` does; or the whole module, if there are none to be found.
+    """Returns the layers as `find_backbone` does; or the whole module, if no layers are found.
 
     Args:
         module: the LightningModule.
@@ -54,7 +54,7 @@ def undivided(module: nn.Module, reason: str) -> Undivided:
 
 
 def _are_modules(module: nn.Module, paths: Sequence[str] | None) -> bool:
-    """Whether all paths lead to modules, none of which says by itself what its layers are."""
+    """Whether all paths lead to modules, none of which says what its layers are."""
     places: list[Any] = [module]
     for path in paths or ():
         try:

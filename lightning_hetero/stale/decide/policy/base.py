@@ -184,7 +184,7 @@ class Policy(ABC):
 
     @abstractmethod
     def update(self, pool: Pool) -> Apply | None:
-        """Tells whether the pool becomes an update; asked after every push. May end a global step only if witnessed."""
+        """Says whether the pool becomes an update; asked after every push. May end a global step only if witnessed."""
 
     def bound_for(self, workers: int) -> int | None:
         """Returns the greatest staleness that is accepted [versions]; the coordinator refuses what is older."""

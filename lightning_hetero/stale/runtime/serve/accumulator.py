@@ -9,7 +9,7 @@ Summing in units of the first contribution makes an update of a single one bitwi
 contributions their sum divided by their number, as under DDP.
 
 Memory is what limits all this, so contributions are not added one by one: they wait in their slots, as long as these
-stay as they are, and those that came together are added in one pass, block by block, each block in the cache until all
+are unchanged, and those that came together are added in one pass, block by block, each block in the cache until all
 are in it and it is divided. Every number meets the same operations in the same order as if they were not.
 
 Late contributions that complete the mean of an earlier update (`KeptMean`) are in neither sum; their moves are added at
@@ -36,7 +36,7 @@ BLOCK = 1 << 17
 
 
 def runs(layout: FlatLayout, indices: Sequence[int]) -> list[list[int]]:
-    """Cuts consecutive parameters into runs of at most `BLOCK` numbers; one larger than that is a run of its own."""
+    """Cuts consecutive parameters into runs of at most `BLOCK` numbers; one larger than that is a separate run."""
     cut: list[list[int]] = []
     filled = 0
     for i in indices:
@@ -254,7 +254,7 @@ class KeptMean:
         """Moves a parameter's mean towards a late gradient; returns the move, None if there is nothing to move.
 
         Args:
-            gradient: None: the contribution has none for this parameter.
+            gradient: None: the contribution has no gradient for this parameter.
             part: from `count`.
         """
         mean = self.values[index]

@@ -1,4 +1,4 @@
-"""The epochs that all workers must begin alike (layer T)."""
+"""The epochs that all workers must begin in the same way (layer T)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AnnouncedEpochs:
         return self._words.get(number, ())
 
     def forget(self, rank: int) -> None:
-        """A worker is gone; if it comes again, it joins the epoch as it is."""
+        """A worker is gone; if it comes again, it joins the present epoch."""
         self._at.pop(rank, None)
         if self._present is not None:
             self._present.begun.discard(rank)
@@ -66,7 +66,7 @@ class AnnouncedEpochs:
     def ask(self, rank: int, request: Request) -> AnnouncedEpoch | None:
         """A worker begins an epoch; returns it if it is the first to do so, else None.
 
-        One that begins the present epoch a second time begins it anew for all.
+        One that begins the present epoch a second time begins it again for all.
 
         Raises:
             RunEndsError: it says otherwise than the first one.

@@ -29,7 +29,7 @@ class Answers:
         coordinator: knows global step and version.
         members: have notices for workers.
         epochs: know the epoch's number, and what each global step did.
-        counts: what is told of them, and where held workers are counted.
+        counts: what is reported of them, and where held workers are counted.
 
     Attributes:
         failure: why the run cannot go on; None: it can.
@@ -118,8 +118,8 @@ class Answers:
         """Answers a worker.
 
         Args:
-            said: fields of `Reply`. By default the place is the server's, and the text what the worker has still to
-                be told.
+            said: fields of `Reply`. By default the place is the server's, and the text what the worker does not
+                know yet.
         """
         self._unanswered.discard(rank)
         self._batch.settle(rank)  # the worker may write its slot from now on

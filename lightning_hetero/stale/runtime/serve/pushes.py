@@ -6,7 +6,7 @@
     Refused, Reissued   are counted
 
 In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
-a global step has a pool of its own, applied when all samples of the global step, or all live workers, are in it, and
+a global step has a separate pool, applied when all samples of the global step, or all live workers, are in it, and
 at the latest with its update. A worker that pushed waits until it is applied at a barrier, and wherever the policy may
 wait if further steps of the batch follow, which build on it; else it goes on at once (asynchronous policies apply every
 push at once). What comes after its sub-step was applied counts in the next global step's; where that would exceed the
@@ -180,7 +180,7 @@ class Pushes:
             raise ValueError(f"samples={push.samples} must be at least 1; a dummy batch is not pushed")
 
     def _finite(self, rank: int, push: Request, slot: Tensor) -> bool:
-        """Returns whether the gradients are finite; if not, everybody is told, or the run ends."""
+        """Returns whether the gradients are finite; if not, everybody learns it, or the run ends."""
         name = None if push.flags & PushFlag.OVERFLOW else self._updater.nonfinite(slot)
         if name is None:
             return True

@@ -1,10 +1,10 @@
 """The parameter server: parameters and optimizer state, and what happens to them (layer T).
 
-    listener.events() -> ParameterServer.handle -> Membership, AnnouncedEpochs        who is there, what all do alike
+    listener.events() -> ParameterServer.handle -> Membership, AnnouncedEpochs        who is there, what all agree on
                                                 -> Pushes -> Coordinator -> effects -> OpenBatch   sums, optimizers
                                                                                     -> Answers     answers, versions
 
-The coordinator decides; this file takes events in and hands each to who knows about it. No clock of its own (times are
+The coordinator decides; this file takes events in and hands each to who knows about it. It has no clock (times are
 passed in, except for measuring its own work) and no socket.
 """
 
@@ -63,20 +63,11 @@ class ParameterServer:
     """
 
     def __init__(
-        self,
-        *,
-        layout: FlatLayout,
-        area: Tensor,
-        parameters: Sequence[Tensor],
-        optimizers: Sequence[Optimizer],
-        listener: Listener,
-        coordinator: Coordinator,
-        divide_by: float | None = None,
-        nonfinite: Literal["stop", "skip"] = "stop",
-        shards: int | None = None,
-        limits: Limits | None = None,
+        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
+        listener: Listener, coordinator: Coordinator, divide_by: float | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop", shards: int | None = None, limits: Limits | None = None,
         stamp: Stamp = lambda kind, number: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.stamp = stamp
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator
@@ -103,7 +94,7 @@ class ParameterServer:
     def abandoned(self, now: float) -> bool:
         """Whether it has no worker and need not wait for one, or all have been silent for too long.
 
-        These are told, for the case that they wake.
+        They get the reason, for the case that they wake.
         """
         workers = self._members
         if workers.deserted:
@@ -182,7 +173,7 @@ class ParameterServer:
         self._without(rank, now)
 
     def _leave_behind(self, rank: int, reason: str, now: float) -> None:
-        """Nobody waits for a worker any more; should it live after all, it is told."""
+        """Nobody waits for a worker any more; should it live after all, it learns the reason."""
         self._members.gone(rank, reason, what="was left behind")
         self.listener.dismiss(rank, f"rank {rank} was left behind: {reason}. Start it again to have it join the others")
         self._gone(Gone(rank, reason), now)

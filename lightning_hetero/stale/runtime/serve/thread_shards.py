@@ -83,7 +83,7 @@ def _balanced(numels: Sequence[int], shards: int) -> list[list[int]]:
 
 
 def step(optimizer: Optimizer, shard_of: Mapping[int, int], shards: ThreadShards) -> None:
-    """Steps an optimizer; one that treats every tensor by itself in all shards at once.
+    """Steps an optimizer; one that treats every tensor separately in all shards at once.
 
     Args:
         shard_of: the shard of each of its parameters, by identity.

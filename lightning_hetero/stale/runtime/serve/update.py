@@ -2,7 +2,7 @@
 
 The server holds G, the global ``.grad``. One update, for each optimizer the workers zeroed: G = 0; then G += pool; then
 for each optimizer that steps: clip, step. So accumulation over batches, several optimizers and manual optimization need
-no case of their own. An update worth less than a batch (asynchronous policies) differs in two points:
+no special case. An update worth less than a batch (asynchronous policies) differs in two points:
 
 - an optimizer zeroed and stepped by the same update steps at once, its learning rates multiplied by the worth;
 - one that accumulates over global steps gets the pool multiplied by the worth, is zeroed once at the beginning of a
@@ -55,16 +55,9 @@ class Updater:
     """
 
     def __init__(
-        self,
-        *,
-        layout: FlatLayout,
-        area: Tensor,
-        parameters: Sequence[Tensor],
-        optimizers: Sequence[Optimizer],
-        shards: ThreadShards,
-        divide_by: float | None = None,
-        stamp: Stamp = lambda kind, number: None,
-    ) -> None:
+        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
+        shards: ThreadShards, divide_by: float | None = None, stamp: Stamp = lambda kind, number: None,
+    ) -> None:  # fmt: skip
         self.layout, self.shards = layout, shards
         self.optimizers = list(optimizers)
         self.hyper = HyperParameters(optimizers)
@@ -163,7 +156,7 @@ class Updater:
             mean: where the mean of the pool is to be kept.
 
         Returns:
-            Bits of the optimizers that stepped, or would have but for an overflow.
+            Bits of the optimizers that stepped, or would have without an overflow.
         """
         if pool.numbers is not None:
             self._clips = self.hyper.apply(pool.numbers)

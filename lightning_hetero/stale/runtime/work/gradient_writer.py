@@ -1,11 +1,11 @@
 """Writes a worker's gradients into its slot: most of them while backward runs (layer T).
 
 backward -- hook of a parameter --> copy into the image of the slot on its device; when a bucket of about 25 MiB is
-                                    whole: sent into the slot beside backward; when it has landed: link.ready
+                                    whole: sent into the slot during backward; when it has landed: link.ready
 push     -- for every parameter --> as it was copied: done; changed, replaced or new: copy; None: not present
             one wait per device  --> all is in the slot, and what was asked of the devices is known
 
-A device's part of the slot is made in an image on the device, and gets into the slot beside the device's other work. On
+A device's part of the slot is made in an image on the device, and gets into the slot during the device's other work. On
 the host the image is the slot itself, and there is nothing to copy.
 
     compute stream   gradient --> image --> stamp                          the next gradients ...
@@ -13,7 +13,7 @@ the host the image is the slot itself, and there is nothing to copy.
     host                                                              '--> reached: the part is in the slot
 
 Whether a gradient is finite is looked up here, on the host while it is in the cache, and said with it: the server,
-which would have to read every worker's once more for that, only reads what it is told.
+which would have to read every worker's once more for that, only reads the result.
 """
 
 from __future__ import annotations
@@ -121,14 +121,9 @@ class GradientWriter:
     """
 
     def __init__(
-        self,
-        link: WorkerLink,
-        layout: FlatLayout,
-        parameters: Sequence[Parameter],
-        device: torch.device,
-        *,
+        self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter], device: torch.device, *,
         overlap: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._link, self._layout, self._parameters = link, layout, parameters
         self._image = Image(device, link.gradient)
         self._changes = BufferChanges(layout, device) if layout.buffers else None
@@ -249,7 +244,7 @@ class GradientWriter:
     def _settle(
         self, again: Sequence[tuple[int, Tensor]], present: Sequence[tuple[int, Tensor]], told: Readout
     ) -> dict[int, int]:
-        """Writes gradients, has all that is not in the slot get there, and waits for it and for what is told.
+        """Writes gradients, has all that is not in the slot get there, and waits for it and for what is said with it.
 
         Returns:
             What is to be said of the gradients of devices that do not wait for theirs.

@@ -93,13 +93,9 @@ class ReplicaWatch:
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        area: Tensor,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]],
-        held: Sequence[ParameterPlace] = (),
-    ) -> None:
+        self, layout: FlatLayout, area: Tensor, parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]], held: Sequence[ParameterPlace] = (),
+    ) -> None:  # fmt: skip
         self._layout, self._parameters, self._buffers = layout, parameters, buffers
         index = {id(p): i for i, p in enumerate(parameters)}
         self._held = [(index[id(p.tensor)], p) for p in held if id(p.tensor) in index]
@@ -173,7 +169,7 @@ class ReplicaWatch:
             self._noted[when] = others | self._noted[when] if when in self._noted else others
 
     def noted(self) -> list[Tensor]:
-        """Returns what tells whether anything was noted (uint8, one number each)."""
+        """Returns what shows whether anything was noted (uint8, one number each)."""
         return [others.amax().view(1) for others in self._noted.values() if self._owners]
 
     def take_noted(self) -> dict[Hashable, set[int]]:

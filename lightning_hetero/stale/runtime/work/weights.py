@@ -2,8 +2,8 @@
 
     published bytes --> memory of each device --> parameters and buffers: views of it, so a pull is one copy
 
-Forward passes change buffers (running statistics); what they were when they came is kept, to be put back and to tell
-what has changed.
+Forward passes change buffers (running statistics); what they were when they came is kept, to be put back and to find
+out what has changed.
 """
 
 from __future__ import annotations
@@ -52,13 +52,9 @@ class PulledWeights:
     """
 
     def __init__(
-        self,
-        link: WorkerLink,
-        layout: FlatLayout,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]],
-        held: Sequence[ParameterPlace] = (),
-    ) -> None:
+        self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]], held: Sequence[ParameterPlace] = (),
+    ) -> None:  # fmt: skip
         self._link, self._layout = link, layout
         self.parameters, self._buffers = list(parameters), buffers
         self.version = -1
@@ -83,7 +79,7 @@ class PulledWeights:
         self._watch = ReplicaWatch(layout, self.area, self.parameters, buffers, held)
 
     def detach(self) -> None:
-        """Gives parameters and buffers memory of their own, with their present values; idempotent."""
+        """Gives parameters and buffers their own memory, with their present values; idempotent."""
         for tensor, view in zip(self._tensors(), self._views, strict=False):
             if tensor.data_ptr() == view.data_ptr():
                 tensor.data = view.clone()
@@ -210,7 +206,7 @@ class PulledWeights:
         self._refuse(names, phase)
 
     def noted(self) -> list[Tensor]:
-        """Returns what tells whether a device has noted anything (uint8), which the next push reads."""
+        """Returns what shows whether a device has noted anything (uint8), which the next push reads."""
         return self._watch.noted()
 
     def refuse_noted(self) -> None:
@@ -238,7 +234,7 @@ class PulledWeights:
 
 
 def _of_its_own(view: Tensor) -> Tensor:
-    """Returns the same memory as a storage of its own.
+    """Returns the same memory as a separate storage.
 
     ``torch.save`` writes whole storages, and refuses one that tensors of several dtypes share.
     """
@@ -251,5 +247,5 @@ def _refuse(names: Sequence[str], rank: int, phase: Phase) -> NoReturn:
     raise RuntimeError(
         f"{listed} changed on rank {rank} other than by an optimizer, {phase.value}. Under hetero_stale the parameter"
         " server has the parameters and buffers, and what it sends next would undo the change. Change them in"
-        " on_train_epoch_start or on_train_epoch_end, on all ranks alike, or use strategy='hetero_balanced'"
+        " on_train_epoch_start or on_train_epoch_end, in the same way on all ranks, or use strategy='hetero_balanced'"
     )

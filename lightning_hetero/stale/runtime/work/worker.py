@@ -60,17 +60,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        link: WorkerLink,
-        layout: FlatLayout,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]] = list,
-        optimizers: Sequence[Optimizer] = (),
-        *,
-        held: Sequence[ParameterPlace] = (),
-        overlap: bool | None = None,
+        self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]] = list, optimizers: Sequence[Optimizer] = (), *,
+        held: Sequence[ParameterPlace] = (), overlap: bool | None = None,
         tell: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.link, self._layout, self._tell = link, layout, tell
         self._hyper = HyperParameters(optimizers)
         self._clips = [(0, 0.0)] * len(optimizers)
@@ -83,7 +77,7 @@ class Worker:
         self.brought: Measures | None = None
 
     def detach(self) -> None:
-        """Gives parameters and buffers memory of their own, with their present values; idempotent."""
+        """Gives parameters and buffers their own memory, with their present values; idempotent."""
         self._writer.detach()
         self.weights.detach()
         while self._unlock:
@@ -117,14 +111,9 @@ class Worker:
         return reply
 
     def begin_epoch(
-        self,
-        epoch: int,
-        ends: Sequence[int],
-        *,
-        applied: Iterable[tuple[int, int]] = (),
-        global_step: int = 0,
+        self, epoch: int, ends: Sequence[int], *, applied: Iterable[tuple[int, int]] = (), global_step: int = 0
     ) -> Reply:
-        """Begins an epoch, which all workers must do alike.
+        """Begins an epoch; all workers must do the same.
 
         Args:
             epoch: its number.
@@ -167,7 +156,7 @@ class Worker:
         """Hands over the gradients in ``.grad``, means over at least one sample, which are None afterwards.
 
         Args:
-            request: says what they are, but for its slot and the time. Without `PushFlag.FINAL` more pushes of this
+            request: says what they are, except its slot and the time. Without `PushFlag.FINAL` more pushes of this
                 batch follow, and the answer is ``Say.APPLIED``.
             compute_s: returns the time they took [s]; asked when the device has come to the push.
 
@@ -221,7 +210,7 @@ class Worker:
         return bool(self._wanted)
 
     def ask_measures(self) -> None:
-        """Has the answer that ends the batch bring what the server has counted, without a request of its own."""
+        """Has the answer that ends the batch bring what the server has counted, without a separate request."""
         self._wanted = PushFlag.MEASURES
 
     def measures(self) -> Measures:

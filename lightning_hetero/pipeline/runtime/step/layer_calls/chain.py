@@ -157,7 +157,7 @@ class LayerWalk:
         """Returns what a module of the walk returns, with tensors on the meta device, which compute nothing.
 
         Raises:
-            NotAChainError: it cannot be found out so.
+            NotAChainError: it cannot be found out in this way.
         """
         for place in range(layer + 1):
             if place not in self.structures:
@@ -306,7 +306,7 @@ class LayerOutput:
 
 
 def without_cache(value: Any) -> Any:
-    """Returns None in place of a cache, and everything else as it is."""
+    """Returns None in place of a cache, and everything else unchanged."""
     return None if _is_cache(value) else value
 
 

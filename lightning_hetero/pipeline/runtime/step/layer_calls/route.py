@@ -100,7 +100,7 @@ class LayerCall:
         Args:
             previous: the values of `previous`, in order.
             inputs: by number.
-            device: of the stage, in the place of one that the step passes.
+            device: of the stage, instead of one that the step passes.
         """
         if self._plain:
             return (previous[0],), {}
@@ -154,7 +154,7 @@ class Route:
 
     @staticmethod
     def of(calls: Sequence[tuple[int, Mapping[str, Any]]]) -> Route:
-        """Returns the route of layers that are called so.
+        """Returns the route of layers that are called in this way.
 
         Args:
             calls: index of the layer and form of its call, in order, the first layer's first. A layer in between that
@@ -266,14 +266,14 @@ def _part(output: Any, path: Path, layer: int) -> Any:
         except (TypeError, KeyError, IndexError) as error:
             raise RuntimeError(
                 f"the step takes item {key!r} of what layer {layer} of the backbone returns, a"
-                f" {type(value).__name__}, which has none ({error})"
+                f" {type(value).__name__}, which has no such item ({error})"
             ) from error
     return value
 
 
 @lru_cache(maxsize=_KEPT)
 def route_of(text: str) -> Route:
-    """Returns the route that was written so; an empty text: the plain one, with one input."""
+    """Returns the route that was written as this text; an empty text: the plain one, with one input."""
     return Route(text) if text else PLAIN
 
 
