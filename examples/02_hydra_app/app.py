@@ -7,6 +7,7 @@ This app reads its strategy from ``trainer.strategy``, so that is where it goes:
     python examples/02_hydra_app/app.py trainer=ddp trainer.strategy=hetero_balanced   # by name
     python examples/02_hydra_app/app.py trainer=ddp +hetero/strategy@trainer.strategy=hetero_balanced \
         trainer.strategy.dead_band=0.05                                                # with arguments
+    python examples/02_hydra_app/app.py trainer=ddp trainer.strategy=hetero_stale trainer.sync_batchnorm=false
     python examples/02_hydra_app/app.py trainer=ddp +hetero/emulation@callbacks.throttle=one_straggler   # a straggler
 """
 

@@ -21,8 +21,9 @@ REFUSALS = Refusals(
     " local_steps steps; drop them, or use strategy='hetero_balanced'",
     lbfgs="LBFGS keeps a history of steps and directions, which has no average over ranks; use another optimizer, or"
     " one device",
-    sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every local step; use BatchNorm (its running"
-    " statistics are averaged with the parameters), GroupNorm, or strategy='hetero_balanced'",
+    sync_batch_norm="SyncBatchNorm (the Trainer's sync_batchnorm=True, or a layer of the module) makes every rank wait"
+    " for all others in every local step. Set sync_batchnorm=False (in Hydra: trainer.sync_batchnorm=false): running"
+    " statistics of BatchNorm are then averaged with the parameters; or use GroupNorm, or strategy='hetero_balanced'",
     zero="ZeroRedundancyOptimizer divides the optimizer's state among the ranks, which step together; here each makes"
     " its own local steps. Use the optimizer that it wraps",
 )

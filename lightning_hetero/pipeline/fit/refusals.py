@@ -27,8 +27,9 @@ REFUSALS = Refusals(
     " ranks that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state",
     lbfgs="LBFGS needs inner products over all parameters, and each rank of a pipeline holds some of them only;"
     " use another optimizer, or one device",
-    sync_batch_norm="sync_batchnorm=True makes all ranks meet inside of each BatchNorm, but in a pipeline they are"
-    " never in the same layer at the same time. Set it to False: statistics are then of one micro-batch, so choose"
+    sync_batch_norm="SyncBatchNorm (the Trainer's sync_batchnorm=True, or a layer of the module) makes all ranks meet"
+    " inside each BatchNorm, but in a pipeline they are never in the same layer at the same time. Set"
+    " sync_batchnorm=False (in Hydra: trainer.sync_batchnorm=false): statistics are then of one micro-batch, so choose"
     " micro_batch_size= large enough; or use strategy='hetero_balanced'",
     zero="ZeroRedundancyOptimizer divides the optimizer's state among ranks that all have the whole model, but in a"
     " pipeline each rank has the parameters and the optimizer's state of its own layers only. Use the optimizer that it"
@@ -283,6 +284,8 @@ def refuse_kept(backbone: Backbone) -> None:
     Raises:
         RuntimeError: a module in a layer does; names it.
     """
+    if isinstance(backbone, Undivided):
+        return
     for name, layer in zip(backbone.names, backbone.layers, strict=True):
         for path, part in layer.named_modules():
             if part._forward_pre_hooks:  # torch's own reparametrisations keep the weight that they compute

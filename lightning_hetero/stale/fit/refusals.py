@@ -24,9 +24,10 @@ REFUSALS = Refusals(
     " server. For smaller messages pass compression='bf16' or 'fp16'",
     lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
     " use another optimizer, or one device",
-    sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy"
-    " avoids; use BatchNorm (its running statistics are averaged over the samples), GroupNorm, or"
-    " strategy='hetero_balanced'",
+    sync_batch_norm="SyncBatchNorm (the Trainer's sync_batchnorm=True, or a layer of the module) makes every rank wait"
+    " for all others in every batch, which is what this strategy avoids. Set sync_batchnorm=False (in Hydra:"
+    " trainer.sync_batchnorm=false): running statistics of BatchNorm are then averaged over the samples; or use"
+    " GroupNorm, or strategy='hetero_balanced'",
     zero="ZeroRedundancyOptimizer divides the optimizer's state among the ranks, which wait for each other in every"
     " step; here the state is in the parameter server, once. Use the optimizer that it wraps",
 )

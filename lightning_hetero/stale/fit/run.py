@@ -178,7 +178,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
         self.undo.callback(compat.watch_epoch_values(trainer, self._parts.logged))
-        self.undo.callback(normalise_single_samples(module))
+        self.undo.callback(normalise_single_samples())
         self.undo.callback(guard_groups())
         self.undo.callback(watch_gradient_hooks(module, lambda: bool(self.current_samples()), self._members.warn_once))
         self.undo.callback(

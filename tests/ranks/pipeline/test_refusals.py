@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[], Deep], dict[str, Any], dict[str, Any], str
     # module, the strategy's arguments, the Trainer's and "loader", the reason
     "manual": (Manual, {}, {}, "Manual optimizes manually.*strategy='hetero_balanced'"),
     "backward": (OwnBackward, {}, {}, r"OwnBackward overrides backward\(\).*strategy='hetero_balanced'"),
-    "sync_batchnorm": (Deep, {}, {"sync_batchnorm": True}, "sync_batchnorm=True.*Set it to False"),
+    "sync_batchnorm": (Deep, {}, {"sync_batchnorm": True}, "Trainer's sync_batchnorm=True.*trainer.sync_batchnorm=f"),
     "LBFGS": (Lbfgs, {}, {}, "LBFGS needs inner products"),
     "ZeRO": (Zero, {}, {}, "ZeroRedundancyOptimizer divides.*Use the optimizer that it wraps"),
     "no optimizer": (NoOptimizer, {}, {}, "configure_optimizers returned none"),

@@ -13,8 +13,11 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_hetero import Scenario, ThrottleCallback
+from lightning_hetero.pipeline.fit.refusals import refuse_kept
+from lightning_hetero.pipeline.runtime.step.undivided import undivided
 from lightning_hetero.solvers.plans import plan_to_plain, replicas
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, Toy, rank_trainer, regression, single, weights
@@ -132,6 +135,15 @@ def test_without_layers_the_batch_is_divided() -> None:
     assert "is not a chain of its children" in ranks[0]["named"]["warnings"][0]
     assert ranks[0]["plain"]["val"]["val"] == ranks[1]["plain"]["val"]["val"] > 0.0
     assert [rank["plain"]["predicted"] for rank in ranks] == [1, 1]
+
+
+def test_a_module_that_is_not_divided_may_keep_its_loss() -> None:
+    """As a torchmetrics metric does that is called with it: the step runs where the whole module is."""
+    module = Branches()
+    module.mean = MeanMetric()
+    module.mean(module.loss(regression(4).tensors))
+    assert module.mean._forward_cache.grad_fn is not None
+    refuse_kept(undivided(module, "no chain"))
 
 
 def test_it_is_refused_where_memory_needs_the_division() -> None:

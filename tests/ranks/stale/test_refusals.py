@@ -87,7 +87,10 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str, tuple[str, ...]]] =
     "SyncBatchNorm": (Synced, loader, dict, {}, "TypeError", ("SyncBatchNorm", "GroupNorm", "hetero_balanced")),
     "ZeRO": (Zero, loader, dict, {}, "TypeError", ("ZeroRedundancyOptimizer", "Use the optimizer that it wraps")),
     "step without a batch": (StepsLater, loader, dict, {}, "RuntimeError", ("outside of a training batch",)),
-    "sync_batchnorm": (Plain, loader, dict, {"sync_batchnorm": True}, "TypeError", ("SyncBatchNorm", "GroupNorm")),
+    "sync_batchnorm": (
+        Plain, loader, dict, {"sync_batchnorm": True}, "TypeError",
+        ("the Trainer's sync_batchnorm=True", "trainer.sync_batchnorm=false"),
+    ),
     "16-mixed, manual": (Manual, loader, scaled, {}, "TypeError", ("16-mixed", "manual", "bf16-mixed")),
     "stream": (Toy, stream, dict, {}, "TypeError", ("IterableDataset", "map-style", "hetero_balanced")),
     "two loaders": (Toy, two_loaders, dict, {}, "TypeError", ("several train loaders", "StackDataset")),

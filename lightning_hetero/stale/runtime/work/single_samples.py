@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def normalise_single_samples(module: nn.Module) -> Callable[[], None]:
+def normalise_single_samples() -> Callable[[], None]:
     """Has BatchNorm use its running statistics where a batch has one value per channel; returns the undo function.
 
     torch raises there. Stock training seldom meets such a batch, but a rank that fills in may be granted one sample.
+    Nothing is registered on a layer: a module that is a hyperparameter is pickled into the checkpoint as it is.
     """
-    handles: list[Any] = []
-    spared: list[_BatchNorm] = []
+    stock = _BatchNorm.forward
 
-    def before(layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
-        if layer.training and inputs and inputs[0].dim() > 1 and inputs[0].numel() == inputs[0].size(1):
-            layer.training = False
-            spared.append(layer)
+    def forward(layer: _BatchNorm, input: Tensor) -> Tensor:
+        single = layer.training and layer.track_running_stats and input.dim() > 1 and input.numel() == input.size(1)
+        if not single:
+            return stock(layer, input)
+        layer.training = False
+        try:
+            return stock(layer, input)
+        finally:
+            layer.training = True
 
-    def after(layer: _BatchNorm, *_: Any) -> None:
-        if spared and spared[-1] is layer:
-            spared.pop().training = True
-
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
-            handles.append(layer.register_forward_pre_hook(before))
-            handles.append(layer.register_forward_hook(after, always_call=True))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    _BatchNorm.forward = forward
+    return partial(setattr, _BatchNorm, "forward", stock)
