@@ -68,7 +68,8 @@ class Engine(NamedTuple):
         """Its own, those that all engines share, and `DDPStrategy`'s, which bases hand on as ``**ddp``."""
         bases = [*self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1], DDPStrategy]
         named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
-        return {name: parameter for name, parameter in named.items() if name not in ("self", "ddp")}
+        left_out = ("self", "ddp", "model_averaging_period")  # the last is refused
+        return {name: parameter for name, parameter in named.items() if name not in left_out}
 
 
 ENGINES = [
