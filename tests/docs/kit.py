@@ -73,9 +73,9 @@ class Engine(NamedTuple):
 
 
 ENGINES = [
-    Engine(LoadBalancedStrategy, REFERENCE / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
-    Engine(BoundedStalenessStrategy, REFERENCE / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
-    Engine(HeteroPipelineStrategy, REFERENCE / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
-    Engine(AutoStrategy, REFERENCE / "auto.md", ROOT / "conf/strategy/hetero_auto.yaml"),
-    Engine(FederatedStrategy, REFERENCE / "federated.md", ROOT / "conf/strategy/hetero_federated.yaml"),
+    Engine(LoadBalancedStrategy, REFERENCE / "balanced.md", ROOT / "conf/hetero/strategy/hetero_balanced.yaml"),
+    Engine(BoundedStalenessStrategy, REFERENCE / "stale.md", ROOT / "conf/hetero/strategy/hetero_stale.yaml"),
+    Engine(HeteroPipelineStrategy, REFERENCE / "pipeline.md", ROOT / "conf/hetero/strategy/hetero_pipeline.yaml"),
+    Engine(AutoStrategy, REFERENCE / "auto.md", ROOT / "conf/hetero/strategy/hetero_auto.yaml"),
+    Engine(FederatedStrategy, REFERENCE / "federated.md", ROOT / "conf/hetero/strategy/hetero_federated.yaml"),
 ]
