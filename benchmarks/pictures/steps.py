@@ -66,11 +66,11 @@ def shares(results: Results) -> Picture:
     case, engines = _measured(results, SWAPPED)
     given = engines["ours"]["samples"][0]
     ranks = [
-        Line(name=f"rank {rank}", kind=rank_kind(rank), y=[float(step[rank]) for step in given], dashed=rank == 1)
+        Line(name=f"rank {rank}", kind=rank_kind(rank), y=[float(step[rank]) for step in given])
         for rank in range(case.world_size)
     ]
     steps = [
-        Line(name="stock DDP", kind="r6", y=[1e3 * s for s in _medians(engines["ddp"]["steps_s"])], dashed=True),
+        Line(name="stock DDP", kind="r6", y=[1e3 * s for s in _medians(engines["ddp"]["steps_s"])]),
         Line(name="hetero_balanced", kind="r4", y=[1e3 * s for s in _medians(engines["ours"]["steps_s"])]),
     ]
     assert case.swap_at is not None
