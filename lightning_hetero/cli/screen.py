@@ -25,7 +25,8 @@ from lightning_hetero.transport.failures import lost_contact
 
 _GIVEN = "LIGHTNING_HETERO_JOB_LOG"  # tells ranks that Lightning starts for a job where its log is
 _OURS = str(Path(lightning_hetero.__file__).parent)
-_LOUD = ("lightning", "lightning.pytorch", "lightning.fabric")  # Lightning's loggers have handlers of their own
+# Loggers with handlers of their own; the package that was imported last speaks for all.
+_LOUD = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 # Says that a rank has died, and kills this process.
 _OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
 _MUCH, _SELDOM = 0.1, 50  # a change of shares that is shown, of an equal share; most steps between two looks

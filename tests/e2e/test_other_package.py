@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,8 @@ trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 8), 4))
 """
 
 
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="not installed")
 def test_the_other_package_is_told_of_in_our_words_and_our_callbacks_work_there(tmp_path: Path) -> None:
-    pytest.importorskip("pytorch_lightning")
     root = Path(__file__).parents[2]
     program = f"import sys\nsys.path.insert(0, {str(root)!r}){PROGRAM}"
     command = [sys.executable, "-c", program]

@@ -15,6 +15,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MaxMetric, MetricCollection, SumMetric
@@ -385,6 +386,7 @@ def test_tell_past_bar(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(screen)])
     monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(rank_zero, "log", logging.getLogger("lightning.pytorch.utilities.rank_zero"))
     if kind == "rich":
         from rich.console import Console
         from rich.progress import Progress
