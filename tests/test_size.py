@@ -29,7 +29,9 @@ def code_lines(text: str) -> int:
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
-    """What a class declares in its body, and what its methods set on their first argument."""
+    """What a class declares in its body, and what its methods set on their first argument; keys of a dict are none."""
+    if any(ast.unparse(base) == "TypedDict" for base in cls.bases):
+        return set()
     declared = [node for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     found = {n.target.id for n in declared if not ast.unparse(n.annotation).startswith("ClassVar")}  # type: ignore[union-attr]
     for method in cls.body:

@@ -38,16 +38,12 @@ class DDPArguments(TypedDict, total=False):
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
-    # of DistributedDataParallel
-    device_ids: list[Any] | None
-    output_device: Any
-    dim: int
+    # of DistributedDataParallel, but for what Lightning sets itself
     broadcast_buffers: bool | None
     init_sync: bool
     process_group: Any
     bucket_cap_mb: float | None
     find_unused_parameters: bool
-    check_reduction: bool
     gradient_as_bucket_view: bool
     static_graph: bool
     delay_all_reduce_named_params: list[tuple[str, Any]] | None

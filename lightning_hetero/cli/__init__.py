@@ -6,6 +6,8 @@
 ``summary``  events and results to rows and plain-text tables; pure functions.
 ``plan``     ``lightning-hetero-plan``: what each engine would give, from `lightning_hetero.plan`.
 ``doctor``   ``lightning-hetero-doctor``: will it train, from `lightning_hetero.doctor`.
+``machine``  what the doctor finds out: torch, GPUs, network, a module.
+``command``  how all four start: ``--version``, ``--help``, a file given as the cluster; imports no torch.
 ``loading``  modules and data by import path, and what they cost.
 ``ranks``    a short program on several ranks of this machine; one is the probe of devices and links.
 ``parity``   another one: gradients of every engine beside those of one process.

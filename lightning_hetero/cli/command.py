@@ -22,11 +22,7 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 _WIDTH, _INDENT = 110, 22
 _KEY = re.compile(r"(?:  - )?(?!override)(\w+):(?: ([^#]*?))? *# (.*)")
-_FLAGS = """
-Flags:
-  --cfg job           print the composed configuration instead of running
-  --version, --help
-"""
+_FLAGS = "Flags: --version, --help, and --cfg job, which prints the composed configuration instead of running"
 
 
 def start(name: str) -> Any:
@@ -42,7 +38,7 @@ def start(name: str) -> Any:
         if {"--help", "-h"} & set(given):
             import hydra
 
-            return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(_asked_for_help)()
+            return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(lambda cfg: None)()
         if name == "plan":  # ranks of a training get their own
             return _in_one_line(name)
     return import_module(f"lightning_hetero.cli.{name}").main()
@@ -69,10 +65,6 @@ def overrides(given: Sequence[str]) -> list[str]:
     return [re.sub(r"^cluster=(?=.*\.ya?ml$)", "cluster.spec=", one) for one in given]
 
 
-def _asked_for_help(cfg: Any) -> None:
-    """Stands for a command whose ``--help`` is asked for: Hydra runs nothing then."""
-
-
 def train() -> Any:
     """Entry point of ``lightning-hetero-train``."""
     return start("train")
@@ -96,14 +88,17 @@ def help_text(name: str) -> str:
             key, default, comment = found.groups()
             if line.startswith("  - "):
                 comment = f"{comment} [{', '.join(sorted(loader.get_group_options(key)))}]"
-            lines += textwrap.wrap(
-                f"{f'{key}={default}' if default else key:<{_INDENT - 4}}  {comment}", _WIDTH,
-                initial_indent="  ", subsequent_indent=" " * _INDENT, break_on_hyphens=False,
-            )  # fmt: skip
-    return "\n".join([*lines, _FLAGS.rstrip()]).replace("$", "$$")
+            shown, indent = f"  {key}={default}" if default else f"  {key}", " " * _INDENT
+            wrapped = textwrap.wrap(comment, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+            if len(shown) < _INDENT - 1:
+                wrapped[0] = shown.ljust(_INDENT) + wrapped[0][_INDENT:]
+            else:
+                lines.append(shown)
+            lines += wrapped
+    return "\n".join([*lines, "", _FLAGS]).replace("$", "$$")
 
 
-def parser(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+def command_parser(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """Returns the parser of a command that Hydra does not compose, with ``--version`` and examples."""
     made = argparse.ArgumentParser(
         prog=f"lightning-hetero-{name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lightning_hetero.cli.command import parser
+from lightning_hetero.cli.command import command_parser
 from lightning_hetero.doctor.finding import findings_text, worst
 from lightning_hetero.doctor.training import examine
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(
+    made = command_parser(
         "doctor",
         "Will this machine and this setting train, and what to do if not? The exit code is 1 if something will not.",
         ["", "--module my_package.model:Model --data my_package.data:Data --devices 2", "--accelerator cpu --json"],

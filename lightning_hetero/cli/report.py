@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_hetero.cli.command import command_parser
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import tell
 from lightning_hetero.record.run import run_of
@@ -120,10 +120,11 @@ def write_report(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``lightning-hetero-report`` and ``python -m lightning_hetero.cli.report``."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-hetero-report",
-        description="Writes a recorded run, or a comparison of several, as one HTML file that opens offline; of one run"
-        " also a trace for ui.perfetto.dev.",
+    parser = command_parser(
+        "report",
+        "Writes a recorded run, or a comparison of several, as one HTML file that opens offline; of one run also a"
+        " trace for ui.perfetto.dev.",
+        ["outputs/2026-11-22/10-00-00", "multirun/2026-11-22/10-00-00", "RUN_DIR OTHER_RUN_DIR -o comparison.html"],
     )
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", help="of a run, its trace, or a multirun; several are compared"

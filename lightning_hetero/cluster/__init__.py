@@ -3,7 +3,8 @@
 ``spec``        `cluster_from_plain`, `cluster_to_plain`: a cluster as people write it down, and as plain values
 ``units``       "24 GiB", "25 Gbit/s", "50 us"; and `describe_cluster`: a cluster as text
 ``pairing``     what a probe measures, and what it makes of it
-``score``       how far ranks fall behind, and what other ways to train would give
+``score``       how far ranks fall behind, and what stock DDP's monitor says at the end of a fit
+``engine_times``  what engines take when each rank's times are given
 ``stragglers``  which rank has become slow
 
 What measures a cluster is in `lightning_hetero.measure`. Traces (`lightning_hetero.record`) can be read from here, too.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from lightning_hetero.checked import real, whole
@@ -73,10 +72,6 @@ class Setup:
     def series(self) -> int:
         """Number of steps after which slowness repeats itself."""
         return len(self.slowness[0]) if self.slowness else 1
-
-    def mean_slowness(self, rank: int) -> float:
-        """Returns a rank's mean time over what its cost says."""
-        return fmean(self.slowness[rank]) if self.slowness else 1.0
 
     @property
     def ranks(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import lightning_hetero
 from lightning_hetero import public
+from lightning_hetero.cli.command import CONF
 
 ROOT = Path(__file__).parents[2]
 HEAVY = "[m for m in ('torch', 'lightning', 'torchmetrics') if m in sys.modules]"
@@ -48,6 +51,32 @@ parser.add_argument("--strategy", type=Strategy)
 print(parser.parse_args(["--strategy=LoadBalancedStrategy", "--strategy.global_batch_size=64"]).strategy.class_path)
 """
     assert said(program) == "lightning_hetero.LoadBalancedStrategy\n"
+
+
+HELPED = """
+import contextlib
+from lightning_hetero.cli import command, doctor, report
+for flag in ("--version", "--help"):
+    for main in (command.train, command.plan, lambda: doctor.main([flag]), lambda: report.main([flag])):
+        sys.argv[1:] = [flag]
+        with contextlib.suppress(SystemExit):
+            main()
+        print("----")
+"""
+INTERNAL = r"\blayer [A-Z]\b|``|[Pp]owered by|\bHydra\b|\bhydra\.|\bconf/|lightning_hetero/|struct\b|None\b"
+
+
+def test_version_and_help_are_written_for_people_and_need_no_torch() -> None:
+    *texts, heavy = said(f"{HELPED}\nprint({HEAVY})").split("----\n")
+    assert heavy == "[]\n" and len(texts) == 8
+    assert set(texts[:4]) == {f"lightning-hetero {lightning_hetero.__version__}\n"}
+    for name, text in zip(("train", "plan", "doctor", "report"), texts[4:], strict=True):
+        assert re.findall(INTERNAL, text) == [], name
+        assert len(re.findall(rf"^ +lightning-hetero-{name}\b", text, flags=re.M)) == 3, name
+        assert "--version" in text and max(map(len, text.splitlines())) < 150, name
+    known = set(re.findall(r"^  (\w+)=", texts[5].partition("Keys, ")[2], flags=re.M))
+    keys = [str(key) for key in OmegaConf.load(CONF / "plan.yaml") if key not in ("defaults", "hydra")]
+    assert known == {"cluster", *keys} and "islands" in texts[5]
 
 
 def test_public_names_are_those_of_the_package() -> None:

@@ -108,6 +108,7 @@ class Line:
     kind: str
     y: Sequence[float]
     x: Sequence[float] = field(default_factory=list[float])
+    dashed: bool = False
     dots: bool = False
 
 
@@ -167,7 +168,7 @@ def lines(
     if not math.isnan(level):
         drawing.line(left, at(x_low, level)[1], WIDTH - _RIGHT, at(x_low, level)[1], "bound")
     for line, known in zip(series, points, strict=True):
-        drawing.path([at(a, b) for a, b in known], f"line {line.kind}", tip=line.name)
+        drawing.path([at(a, b) for a, b in known], f"line {line.kind}" + " dashed" * line.dashed, tip=line.name)
         if (line.dots and len(known) <= _MOST_DOTS) or len(known) == 1:
             for a, b in known:
                 drawing.circle(*at(a, b), 3.0, line.kind, tip=f"{line.name}: {b:.4g}")

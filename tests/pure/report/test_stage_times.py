@@ -93,7 +93,7 @@ def test_the_sentences_on_the_page_of_the_docs(sentence: str) -> None:
 
 
 def stage_times_of(run: RecordedRun) -> StepStages | None:
-    return RunFacts(run, None, ({}, {})).times
+    return RunFacts(run).times
 
 
 # ---- from runs ------------------------------------------------------------------------------------------------

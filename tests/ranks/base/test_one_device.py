@@ -284,16 +284,6 @@ def test_a_global_batch_asked_for_and_idle_arguments_on_one_device() -> None:
     ]
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, DDPStrategy])
-def test_accelerator_is_the_first_argument(engine: type[DDPStrategy]) -> None:
-    from lightning.pytorch.accelerators import CPUAccelerator
-
-    accelerator = CPUAccelerator()
-    assert engine(accelerator).accelerator is accelerator
-    with pytest.raises(TypeError, match="positional"):
-        engine(*[None] * 13)
-
-
 def early_job(rank: int, world: int) -> list[bool]:
     """The process group is there before any module is."""
     found = []
