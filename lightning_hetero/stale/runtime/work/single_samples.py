@@ -13,7 +13,7 @@ def normalise_single_samples() -> Callable[[], None]:
     """Has BatchNorm use its running statistics where a batch has one value per channel; returns the undo function.
 
     torch raises there. Stock training seldom meets such a batch, but a rank that fills in may be granted one sample.
-    Nothing is registered on a layer: a module that is a hyperparameter is pickled into the checkpoint as it is.
+    Nothing is registered on a layer: a module that is a hyperparameter is pickled into the checkpoint.
     """
     stock = _BatchNorm.forward
 
@@ -27,5 +27,5 @@ def normalise_single_samples() -> Callable[[], None]:
         finally:
             layer.training = True
 
-    _BatchNorm.forward = forward
+    setattr(_BatchNorm, "forward", forward)  # noqa: B010
     return partial(setattr, _BatchNorm, "forward", stock)
