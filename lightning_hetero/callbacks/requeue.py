@@ -12,34 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
-
-
-class _BatchEnds(Callback):  # private, so that command lines do not offer it
-    """Calls ``save`` when a batch has ended, also one that is None, and when training has."""
-
-    def __init__(self, save: Callable[[], None]) -> None:
-        self._save = save
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._save()
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._save()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save()
 
 
 class _Requeue:
@@ -55,7 +33,8 @@ class _Requeue:
         self._due: deque[int] = deque()
         self._carry_out, self._undo = compat.defer_requeue(trainer, told)
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._ends = _BatchEnds(self._save)
+        hooks = ("on_train_batch_end", "on_validation_batch_end", "on_train_end")  # also of a batch that is None
+        self._ends = LambdaCallback(**dict.fromkeys(hooks, lambda *_, **__: self._save()))
 
     def _owe(self, number: int) -> None:
         """Answers the signal at the end of the batch."""

@@ -113,13 +113,7 @@ class HeteroTrace(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note_metrics(trainer)
 
-    @never_raises
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note_metrics(trainer)
-
-    @never_raises
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note_metrics(trainer)
+    on_validation_end = on_train_end = on_train_epoch_start
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drain()

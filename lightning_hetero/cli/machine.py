@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +29,6 @@ from lightning_hetero.doctor.facts import (
     GpuFacts,
     HostFacts,
     ModuleFacts,
-    NetworkFacts,
     Package,
 )
 from lightning_hetero.measure.device import accelerators, device_of, wheel_architectures
@@ -44,8 +43,7 @@ def find_out(asked: argparse.Namespace) -> Facts:
     """Returns the facts, the probe's and the module's included as far as they were asked for."""
     environ = dict(os.environ)
     facts = Facts(
-        host=_host(),
-        network=_network(environ),
+        host=_host(environ),
         gpus=_gpus() if asked.accelerator != "cpu" else GpuFacts(cuda=torch.version.cuda),
         environ=environ,
         devices_wanted=asked.devices,
@@ -69,12 +67,10 @@ def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
         )
     except Exception as error:  # the user's code may raise anything
         return replace(found, verdict=f"no engine can be recommended, for the module cannot be measured: {error}")
-    model, cluster = profile.model, facts.cluster
-    found = replace(found, param_bytes=sum(part.param_bytes for part in model.parts))
-    if cluster is None:
+    if (cluster := facts.cluster) is None:
         return found
     batch = asked.global_batch or (profile.batch_size or 1) * len(cluster.devices)
-    answer = plan(Setup(cluster=cluster, model=model, global_batch=batch, spans=profile.spans))
+    answer = plan(Setup(cluster=cluster, model=profile.model, global_batch=batch, spans=profile.spans))
     chosen, layers = answer.chosen, {"backbone": asked.backbone} if asked.backbone else {}
     found = replace(found, verdict=f"{answer.verdict} (for {batch} samples per update). {LEFT_OUT}")
     if chosen is None or chosen.engine == "ddp" or answer.too_short:
@@ -84,7 +80,8 @@ def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
     return replace(found, engine=chosen.engine, python=snippet(chosen, trainer, **own))
 
 
-def _host() -> HostFacts:
+def _host(environ: Mapping[str, str]) -> HostFacts:
+    address = environ.get("MASTER_ADDR")
     total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
     return HostFacts(
         system=platform.system(),
@@ -94,23 +91,18 @@ def _host() -> HostFacts:
         shm_free_bytes=free,
         start_methods=tuple(multiprocessing.get_all_start_methods()),
         backends=tuple(name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)),
-    )
-
-
-def _network(environ: Mapping[str, str]) -> NetworkFacts:
-    address = environ.get("MASTER_ADDR")
-    return NetworkFacts(
         interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
-        addresses={} if address is None else {address: _resolves(address)},
-        free_ports=_ports(environ),
+        unresolved=None if address is None or _works(lambda: socket.getaddrinfo(address, None)) else address,
+        taken_port=_taken_port(environ),
     )
 
 
-def _resolves(address: str) -> bool:
+def _works(attempt: Callable[[], object]) -> bool:
     try:
-        return bool(socket.getaddrinfo(address, None))
-    except OSError:
+        attempt()
+    except (OSError, ValueError, OverflowError):
         return False
+    return True
 
 
 def _packages() -> list[Package]:
@@ -166,15 +158,11 @@ def _free_bytes() -> dict[str, float]:
     }
 
 
-def _ports(environ: Mapping[str, str]) -> dict[str, bool]:
-    """Looks whether MASTER_PORT is free, where ranks are still to be started and the first of them here."""
+def _taken_port(environ: Mapping[str, str]) -> str | None:
+    """Returns MASTER_PORT if it is not free, where ranks are still to be started and the first of them here."""
     port = environ.get("MASTER_PORT")
     if port is None or "RANK" in environ or environ.get("MASTER_ADDR", "localhost") not in ("localhost", "127.0.0.1"):
-        return {}
-    try:
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(("", int(port)))
-    except (OSError, ValueError, OverflowError):
-        return {port: False}
-    return {port: True}
+        return None
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return None if _works(lambda: trial.bind(("", int(port)))) else port

@@ -36,6 +36,9 @@ class HostFacts:
         shm_bytes, shm_free_bytes: of ``/dev/shm``; None: there is none.
         start_methods: of processes.
         backends: of torch.distributed that are there.
+        interfaces: of the network.
+        unresolved: MASTER_ADDR, if it does not resolve; else None.
+        taken_port: MASTER_PORT, if this machine cannot listen there; else None.
     """
 
     system: str = "Linux"
@@ -45,21 +48,9 @@ class HostFacts:
     shm_free_bytes: float | None = None
     start_methods: tuple[str, ...] = ("fork", "spawn")
     backends: tuple[str, ...] = ("gloo",)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkFacts:
-    """How ranks would meet.
-
-    Attributes:
-        interfaces: of the network.
-        addresses: MASTER_ADDR -> whether it resolves.
-        free_ports: MASTER_PORT -> whether this machine can listen there.
-    """
-
     interfaces: tuple[str, ...] = ()
-    addresses: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    free_ports: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    unresolved: str | None = None
+    taken_port: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,14 +109,12 @@ class ModuleFacts:
     """What is known of a module, if one was given.
 
     Attributes:
-        param_bytes: of its parameters.
         parity: gradients.
         verdict: of the planner; empty: it was not asked.
         engine: that it chose; empty: stock DDP, or none.
         python: what to write in the place of one's own Trainer, for that engine.
     """
 
-    param_bytes: float = 0.0
     parity: tuple[Parity, ...] = ()
     verdict: str = ""
     engine: str = ""
@@ -137,7 +126,7 @@ class Facts:
     """All that is looked at. What was not asked for is left at its default.
 
     Attributes:
-        host, network, gpus, module: by concern.
+        host, gpus, module: by concern.
         environ: variables that decide about ranks, rendezvous and devices.
         cluster: of the probe; None: it was not made.
         links_by: backend that its links were measured with.
@@ -146,7 +135,6 @@ class Facts:
     """
 
     host: HostFacts = HostFacts()
-    network: NetworkFacts = NetworkFacts()
     gpus: GpuFacts = GpuFacts()
     module: ModuleFacts = ModuleFacts()
     environ: Mapping[str, str] = field(default_factory=dict[str, str])

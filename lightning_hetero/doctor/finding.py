@@ -4,42 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Level = Literal["ok", "warn", "fail"]
 _ORDER: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One finding.
 
     Attributes:
-        check: what was looked at, e.g. ``"shared memory"``.
         level: ``"ok"``; ``"warn"``: something will be slower or missing; ``"fail"``: something will not train.
+        check: what was looked at, e.g. ``"shared memory"``.
         text: what was found.
         advice: what to do; empty where nothing need be done.
     """
 
-    check: str
     level: Level
+    check: str
     text: str
     advice: str = ""
 
 
-def fine(check: str, text: str, advice: str = "") -> Finding:
-    """Returns a finding of level ``ok``."""
-    return Finding(check=check, level="ok", text=text, advice=advice)
-
-
-def warning(check: str, text: str, advice: str) -> Finding:
-    """Returns a finding of level ``warn``."""
-    return Finding(check=check, level="warn", text=text, advice=advice)
-
-
-def failing(check: str, text: str, advice: str) -> Finding:
-    """Returns a finding of level ``fail``."""
-    return Finding(check=check, level="fail", text=text, advice=advice)
+fine, warning, failing = (partial(Finding, level) for level in _ORDER)
+"""Make a finding of each level, of what was looked at, what was found, and advice."""
 
 
 def worst(findings: Iterable[Finding]) -> Level:

@@ -58,23 +58,20 @@ def backends(facts: Facts) -> list[Finding]:
 
 def rendezvous(facts: Facts) -> list[Finding]:
     """Whether ranks will find one another."""
-    check, environ, network = "rendezvous", facts.environ, facts.network
+    check, environ, there = "rendezvous", facts.environ, facts.host.interfaces
     found: list[Finding] = []
-    for address, resolves in network.addresses.items():
-        if not resolves:
-            advice = "give a host name or an address that every node reaches"
-            found.append(failing(check, f"MASTER_ADDR={address} cannot be resolved", advice))
-    for port, free in network.free_ports.items():
-        if not free:
-            advice = "give another one, or end what listens there (a run that was not ended?)"
-            found.append(failing(check, f"MASTER_PORT={port} is in use on this machine, or no port", advice))
+    if (address := facts.host.unresolved) is not None:
+        advice = "give a host name or an address that every node reaches"
+        found.append(failing(check, f"MASTER_ADDR={address} cannot be resolved", advice))
+    if (port := facts.host.taken_port) is not None:
+        advice = "give another one, or end what listens there (a run that was not ended?)"
+        found.append(failing(check, f"MASTER_PORT={port} is in use on this machine, or no port", advice))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL takes names by their beginning, gloo as they are: the milder rule for both.
-        named, there = _named(environ.get(name, "")), network.interfaces
-        missing = [part for part in named if not any(interface.startswith(part) for interface in there)]
-        if missing and network.interfaces:
+        missing = [part for part in _named(environ.get(name, "")) if not any(at.startswith(part) for at in there)]
+        if missing and there:
             text = f"{name}={environ[name]} names {', '.join(missing)}, which this machine has not"
-            found.append(failing(check, text, f"choose of {', '.join(network.interfaces)}"))
+            found.append(failing(check, text, f"choose of {', '.join(there)}"))
     if int(environ.get("WORLD_SIZE", "1") or 1) > 1 and "MASTER_ADDR" not in environ:
         text = f"WORLD_SIZE={environ['WORLD_SIZE']} and no MASTER_ADDR"
         found.append(failing(check, text, "start ranks with torchrun or srun, which say where they meet"))

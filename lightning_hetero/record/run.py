@@ -88,6 +88,11 @@ class RunStep:
         return max(turn.compute_s + turn.wait_s for turn in self.turns.values())
 
     @property
+    def end_s(self) -> float:
+        """When the last rank was done, on the run's clock."""
+        return max(turn.end_s for turn in self.turns.values())
+
+    @property
     def slowest(self) -> int:
         """The rank with the most work."""
         return max(self.turns, key=lambda rank: self.turns[rank].compute_s)
@@ -99,6 +104,11 @@ class RunStep:
             for rank in group:
                 own[rank] = own[group[0]]
         return tuple(own)
+
+
+def following(steps: Iterable[RunStep]) -> list[tuple[RunStep, RunStep]]:
+    """Returns each step that comes right behind another one of its epoch, after that one."""
+    return [(a, b) for a, b in pairwise(steps) if (a.epoch, a.index + 1) == (b.epoch, b.index)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,8 +184,7 @@ class RecordedRun:
         """Returns what steps took from the end of the one before, within an epoch [s]: loading, the optimizer and all
         else are in it. Without two steps one behind the other, what was measured of each."""
         chosen = self.steps if steps is None else steps
-        ends = [(s.epoch, s.index, max(turn.end_s for turn in s.turns.values())) for s in chosen]
-        taken = [b[2] - a[2] for a, b in pairwise(ends) if (a[0], a[1] + 1) == b[:2] and b[2] > a[2]]
+        taken = [step.end_s - before.end_s for before, step in following(chosen) if step.end_s > before.end_s]
         return taken or [step.step_s for step in chosen]
 
     @property
@@ -201,17 +210,6 @@ class RecordedRun:
         """Whether hosts wait where their devices do; on a GPU they do not."""
         return all(self.devices.get(rank, "").rpartition(" ")[2].startswith("cpu") for rank in range(self.ranks))
 
-    def samples_of(self, step: RunStep) -> tuple[int, ...]:
-        """Returns what each rank worked on in a step; 0: it took no part."""
-        return step.samples_of(self.ranks)
-
-    def records_of(self, step: RunStep) -> tuple[SpeedSample, ...]:
-        """Returns a step as the engines' decide code takes it, of all ranks."""
-        return tuple(
-            step.turns.get(rank) or SpeedSample(rank=rank, step=step.index, samples=0, compute_s=0.0)
-            for rank in range(self.ranks)
-        )
-
     def outcomes(self) -> list[RunChange]:
         """Returns the changes with what they gave, as far as it is known.
 
@@ -219,7 +217,7 @@ class RecordedRun:
         new shares against the last ones before. Batches that are not full take less, whatever was decided.
         """
         numbers = self.full
-        ran = [self.samples_of(self.steps[number]) for number in numbers]
+        ran = [self.steps[number].samples_of(self.ranks) for number in numbers]
         taken_s = [self.steps[number].step_s for number in numbers]
         found: list[RunChange] = []
         for change in self.changes:

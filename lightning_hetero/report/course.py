@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 
-from lightning_hetero.record.run import RecordedRun, RunStep
+from lightning_hetero.record.run import RecordedRun, following
 
 _WINDOWS = 60  # of the throughput
 
@@ -21,7 +20,7 @@ def losses_of(run: RecordedRun) -> dict[str, Curve]:
     for number, values in run.metrics:
         for name, value in values.items():
             if "loss" in name.lower():
-                found.setdefault(name, []).append((_end_s(run.steps[number]), value))
+                found.setdefault(name, []).append((run.steps[number].end_s, value))
     return {name: curve for name, curve in found.items() if f"{name.removesuffix('_epoch')}_step" not in found}
 
 
@@ -34,16 +33,8 @@ def last_metrics(run: RecordedRun) -> Mapping[str, float]:
 
 def throughput_of(run: RecordedRun) -> Curve:
     """Returns samples per second over windows of steps, pauses between epochs left out."""
-    pairs = [
-        (step.samples, _end_s(step) - _end_s(before), _end_s(step))
-        for before, step in pairwise(run.steps)
-        if (before.epoch, before.index + 1) == (step.epoch, step.index)
-    ]
+    pairs = [(step.samples, step.end_s - before.end_s, step.end_s) for before, step in following(run.steps)]
     size = -(-len(pairs) // _WINDOWS) or 1
     windows = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     taken = [(math.fsum(s for s, _, _ in w), math.fsum(s for _, s, _ in w), w[-1][2]) for w in windows]
     return [(end_s, samples / seconds) for samples, seconds, end_s in taken if seconds > 0.0]
-
-
-def _end_s(step: RunStep) -> float:
-    return max(turn.end_s for turn in step.turns.values())

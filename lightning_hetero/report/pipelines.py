@@ -47,6 +47,7 @@ class PipelineFacts:
     Attributes:
         plan, cluster, model: what it was planned from; no model where layers were not measured.
         stages: of each group.
+        planned_s: what each rank's own work was planned to take [s]; 0: it rests; NaN: nothing is known.
         measured_s: a batch [s].
     """
 
@@ -54,13 +55,8 @@ class PipelineFacts:
     cluster: Cluster
     model: ModelCost | None
     stages: tuple[tuple[PlannedStage, ...], ...]
+    planned_s: tuple[float, ...]
     measured_s: float
-
-    @property
-    def planned_s(self) -> list[float]:
-        """What each rank's own work was planned to take [s]; NaN: it rests, or nothing is known."""
-        known = {stage.rank: stage.planned_s for group in self.stages for stage in group}
-        return [known.get(rank, math.nan) for rank in range(len(self.cluster.devices))]
 
     def schedule(self, group: int) -> Timeline | None:
         """Returns a group's schedule as planned; None where layers were not measured."""
@@ -101,5 +97,6 @@ def pipeline_of(run: RecordedRun, ledger: RunLedger) -> PipelineFacts | None:
         cluster=cluster,
         model=model,
         stages=tuple(tuple(stage(group, at) for at in range(len(group.ranks))) for group in plan.groups),
+        planned_s=planned_s,
         measured_s=ledger.step_s,
     )

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median, median_low
 
 from lightning_hetero.record.ledger import RunLedger
-from lightning_hetero.record.run import RecordedRun, RunStep
+from lightning_hetero.record.run import RecordedRun, RunStep, following
 
 HOT = 1.15  # times what it is compared with, from which on a rank is slow
 _LITTLE = 0.05  # of a step; less than that is no finding
@@ -37,11 +36,6 @@ class StepStage:
     own: bool
     seconds: tuple[float, ...]
     expected: tuple[float, ...] = ()
-
-    @property
-    def median_s(self) -> float:
-        """Over the ranks [s]."""
-        return of_known(median, self.seconds)
 
     @property
     def ratios(self) -> list[float]:
@@ -120,12 +114,11 @@ def step_stages_of(run: RecordedRun, ledger: RunLedger, planned_s: Sequence[floa
 def _between(run: RecordedRun, steps: Sequence[RunStep], ranks: Set[int]) -> tuple[float, ...]:
     """Returns by rank the median time between two steps [s]; NaN where no two steps follow one another."""
     gaps: list[list[float]] = [[] for _ in range(run.ranks)]
-    for before, step in pairwise(steps):
-        if (before.epoch, before.index + 1) == (step.epoch, step.index):
-            for rank, turn in step.turns.items():
-                if rank in before.turns and rank in ranks:
-                    own_s = turn.compute_s + turn.wait_s if run.sees_waiting or not run.meets else step.step_s
-                    gaps[rank].append(turn.end_s - before.turns[rank].end_s - own_s)
+    for before, step in following(steps):
+        for rank in ranks & before.turns.keys() & step.turns.keys():
+            turn = step.turns[rank]
+            own_s = turn.compute_s + turn.wait_s if run.sees_waiting or not run.meets else step.step_s
+            gaps[rank].append(turn.end_s - before.turns[rank].end_s - own_s)
     return tuple(max(0.0, median(own)) if own else math.nan for own in gaps)
 
 

@@ -283,7 +283,7 @@ def _dropped(name: str, taken_s: Sequence[float], what: Alternatives) -> str:
 def shares(facts: RunFacts) -> Drawn:
     """Shares over time, and each change's promise and outcome."""
     run, changes = facts.run, facts.run.outcomes()
-    samples = [run.samples_of(run.steps[number]) for number in run.full]
+    samples = [run.steps[number].samples_of(run.ranks) for number in run.full]
     if not samples or (len(set(samples)) == 1 and not changes):
         return "Shares never changed: every rank had the same samples in each full batch.", Markup()
     order = sorted(range(run.ranks), key=lambda rank: -samples[-1][rank])

@@ -16,7 +16,6 @@ from lightning_hetero.doctor.facts import (
     GpuFacts,
     HostFacts,
     ModuleFacts,
-    NetworkFacts,
     Package,
     Parity,
 )
@@ -24,7 +23,7 @@ from lightning_hetero.doctor.finding import failing, findings_text, warning, wor
 
 pytestmark = pytest.mark.pure
 GIB = 2.0**30
-_GROUPS = {"host": HostFacts, "network": NetworkFacts, "gpus": GpuFacts, "module": ModuleFacts}
+_GROUPS = {"host": HostFacts, "gpus": GpuFacts, "module": ModuleFacts}
 
 
 def changed(facts: Facts, **flat: Any) -> Facts:
@@ -111,12 +110,12 @@ ROWS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
     (host.backends, {"backends": ("gloo",), "devices": ()}, "ok", []),
     (host.cores, {"cores": 2}, "warn", []),
     (host.cores, {"cores": 2, "devices_wanted": 2}, "ok", []),
-    (host.rendezvous, {"addresses": {"node0": False}}, "fail", ["MASTER_ADDR=node0 cannot be resolved"]),
-    (host.rendezvous, {"free_ports": {"29500": False}}, "fail", ["MASTER_PORT=29500 is in use"]),
+    (host.rendezvous, {"unresolved": "node0"}, "fail", ["MASTER_ADDR=node0 cannot be resolved"]),
+    (host.rendezvous, {"taken_port": "29500"}, "fail", ["MASTER_PORT=29500 is in use"]),
     (host.rendezvous, {"interfaces": ("lo", "eth0"), **environ(GLOO_SOCKET_IFNAME="ib0")}, "fail",
      ["names ib0, which this machine has not"]),
     (host.rendezvous, environ(WORLD_SIZE="4"), "fail", ["WORLD_SIZE=4 and no MASTER_ADDR"]),
-    (host.rendezvous, {"interfaces": ("eth0",), "addresses": {"localhost": True}, **environ(
+    (host.rendezvous, {"interfaces": ("eth0",), **environ(
         GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="^docker", TORCHELASTIC_RUN_ID="a")}, "ok", ["torchrun"]),
     (training.speeds, {}, "ok", ["stock DDP waits for 42 % of the device-seconds", "lightning-hetero-plan"]),
     (training.speeds, {"cluster": None, "probe_problem": "the probe failed"}, "warn", ["the probe failed"]),

@@ -134,7 +134,7 @@ def test_all_stages_of_a_group_work_on_its_samples() -> None:
     """Only a group's first stage is told its samples."""
     run = pipeline_run((1.0, 0.5), [[(2, 4.0, 20.0), (0, 8.0, 16.0)]] * 5)
     ledger = ledger_of(run)
-    assert ledger.shares == run.samples_of(run.steps[0]) == (2, 2) and ledger.batch == 2
+    assert ledger.shares == run.steps[0].samples_of(2) == (2, 2) and ledger.batch == 2
     first, second = ledger.figures
     assert (first.share, second.share) == (1.0, 1.0) and first.samples_per_step == second.samples_per_step == 2.0
     assert (first.samples_per_s, second.samples_per_s) == (0.5, 0.25)
