@@ -344,17 +344,14 @@ class _OwnTiming:
     def close(self) -> None:
         self.probe.close()
         while self._sizes and (seconds := self.probe.take_both()) is not None:
-            self._note(*seconds)
-
-    def _note(self, compute_s: float, wait_s: float) -> None:
-        epoch, step, samples, work = self._sizes.popleft()
-        if epoch == self.epoch:
-            self._steps[step] = samples, work, compute_s, wait_s
-        data = {"samples": samples, "compute_s": compute_s, "wait_s": wait_s}
-        if work != samples:
-            data["work"] = work
-        now_s = time.perf_counter()
-        self._events.append(Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=now_s, data=data))
+            (compute_s, wait_s), (epoch, step, samples, work) = seconds, self._sizes.popleft()
+            if epoch == self.epoch:
+                self._steps[step] = samples, work, compute_s, wait_s
+            data = {"samples": samples, "compute_s": compute_s, "wait_s": wait_s}
+            if work != samples:
+                data["work"] = work
+            now_s = time.perf_counter()
+            self._events.append(Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=now_s, data=data))
 
     def take_means(self) -> list[SpeedSample]:
         """Returns a step of each rank, the mean of the epoch's, and forgets it; empty: none was measured."""

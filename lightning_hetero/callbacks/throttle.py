@@ -56,8 +56,7 @@ class ThrottleCallback(Callback):
         self._make_throttle = throttle
         self._throttle: Throttle | None = None
         self._taken_over = False
-        self._hooks: list[Any] = []
-        self._undo = ExitStack()
+        self._hooks, self._undo = ExitStack(), ExitStack()
         self._batch: Any = None  # that runs, and its samples
         self._counted = 0
 
@@ -98,15 +97,16 @@ class ThrottleCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Parameters may have been frozen or thawed since the last epoch."""
-        self._unhook()
+        self._hooks.close()
         throttle = self._throttle
         if throttle is None or self._taken_over:
             return
         if trainer.strategy.model is not pl_module:  # wrapped: DDP's forward waits before it calls the module's
-            self._hooks.append(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()))
+            self._hooks.callback(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()).remove)
         for parameter in pl_module.parameters():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: throttle.gradient_came()))
+                hook = parameter.register_post_accumulate_grad_hook(lambda _: throttle.gradient_came())
+                self._hooks.callback(hook.remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._throttle is None:
@@ -142,15 +142,10 @@ class ThrottleCallback(Callback):
             self._throttle.end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._unhook()
+        self._hooks.close()
         self._throttle, self._scenario_step, self._batch = None, int, None
         self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown then."""
         self.teardown(trainer, pl_module, "fit")
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from lightning_hetero._version import __version__
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.parity import compare_gradients
+from lightning_hetero.cli.plan import to_paste
 from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.doctor.facts import (
     DeviceFacts,
@@ -32,7 +33,6 @@ from lightning_hetero.doctor.facts import (
     Package,
 )
 from lightning_hetero.measure.device import accelerators, device_of, wheel_architectures
-from lightning_hetero.plan.paste import snippet
 from lightning_hetero.plan.planner import LEFT_OUT, plan
 from lightning_hetero.plan.setup import Setup
 
@@ -71,13 +71,11 @@ def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
         return found
     batch = asked.global_batch or (profile.batch_size or 1) * len(cluster.devices)
     answer = plan(Setup(cluster=cluster, model=profile.model, global_batch=batch, spans=profile.spans))
-    chosen, layers = answer.chosen, {"backbone": asked.backbone} if asked.backbone else {}
+    chosen = answer.chosen
     found = replace(found, verdict=f"{answer.verdict} (for {batch} samples per update). {LEFT_OUT}")
     if chosen is None or chosen.engine == "ddp" or answer.too_short:
         return found
-    trainer = {} if asked.accelerator == "auto" else {"accelerator": asked.accelerator}
-    own = layers if chosen.engine == "pipeline" else {}
-    return replace(found, engine=chosen.engine, python=snippet(chosen, trainer, **own))
+    return replace(found, engine=chosen.engine, python=to_paste(chosen, vars(asked), [])["python"] or "")
 
 
 def _host(environ: Mapping[str, str]) -> HostFacts:

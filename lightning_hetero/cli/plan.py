@@ -26,7 +26,7 @@ from lightning_hetero.cluster.units import bytes_text, describe_cluster
 from lightning_hetero.plan.estimate import EngineName, Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.paste import command, snippet
-from lightning_hetero.plan.planner import LEFT_OUT, Plan, check_engines, plan
+from lightning_hetero.plan.planner import LEFT_OUT, Plan, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import changed, usual_changes
@@ -124,7 +124,6 @@ def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str
     """
     engines = given.get("engines") or ()
     names = [str(name).removeprefix("hetero_") for name in ([engines] if isinstance(engines, str) else engines)]
-    check_engines(names)
     engines = cast("list[EngineName]", names)
     found, asked = plan(setup, engines), given.get("what_if", "auto")
     if asked == "auto":

@@ -124,40 +124,28 @@ def complete_links(
         ValueError: nothing is known about the links of a host.
     """
     classes: dict[tuple[str, str], list[Link]] = {}
-    out_of: dict[str, list[Link]] = {}
-    into: dict[str, list[Link]] = {}
     for (a, b), link in measured.items():
         classes.setdefault((hosts[a], hosts[b]), []).append(link)
-        if hosts[a] != hosts[b]:
-            out_of.setdefault(hosts[a], []).append(link)
-            into.setdefault(hosts[b], []).append(link)
     shared = {ends: _middle(links) for ends, links in classes.items()}
 
     def of_class(a: str, b: str) -> Link:
         if (a, b) not in shared:
-            if a == b or a not in out_of or b not in into:
+            sent = [link for (x, y), links in classes.items() if x == a != y for link in links]
+            received = [link for (x, y), links in classes.items() if x != b == y for link in links]
+            if a == b or not (sent and received):
                 raise ValueError(f"no link from host {a!r} to host {b!r} was measured, nor any to compare it with")
-            sent, received = _middle(out_of[a]), _middle(into[b])
-            rate = min(sent.bandwidth_bytes_per_s, received.bandwidth_bytes_per_s)
-            shared[a, b] = _link(rate, max(sent.latency_s, received.latency_s))
+            ends = _middle(sent), _middle(received)
+            shared[a, b] = _link(min(end.bandwidth_bytes_per_s for end in ends), max(end.latency_s for end in ends))
         return shared[a, b]
 
-    own = _levelled({p: link for p, link in measured.items() if _inside(p, hosts, wired)}, tolerance)
+    inside = {(a, b): link for (a, b), link in measured.items() if hosts[a] == hosts[b] and hosts[a] in wired}
+    rates = level([link.bandwidth_bytes_per_s for link in inside.values()], tolerance)
+    waits = level([link.latency_s for link in inside.values()], tolerance)
+    own = dict(zip(inside, map(_link, rates, waits), strict=True))
     n, free = len(hosts), Link()
     return tuple(
         tuple(free if a == b else own.get((a, b)) or of_class(hosts[a], hosts[b]) for b in range(n)) for a in range(n)
     )
-
-
-def _inside(pair: Pair, hosts: Sequence[str], wired: Collection[str]) -> bool:
-    here, there = (hosts[rank] for rank in pair)
-    return here == there and here in wired
-
-
-def _levelled(links: Mapping[Pair, Link], tolerance: float) -> dict[Pair, Link]:
-    rates = level([link.bandwidth_bytes_per_s for link in links.values()], tolerance)
-    waits = level([link.latency_s for link in links.values()], tolerance)
-    return {pair: _link(rate, wait) for pair, rate, wait in zip(links, rates, waits, strict=True)}
 
 
 def _link(bandwidth_bytes_per_s: float, latency_s: float) -> Link:

@@ -63,24 +63,17 @@ def as_seconds(name: str, value: Any) -> float:
 
 def bytes_text(size_bytes: float) -> str:
     """Returns a size in powers of two, e.g. ``"24 GiB"``; ``"no limit"`` for ``inf``."""
-    if size_bytes == math.inf:
-        return "no limit"
-    prefix = next((p for p in ("Ti", "Gi", "Mi", "Ki") if size_bytes >= _BINARY[p]), "")
-    return f"{_short(size_bytes / _BINARY.get(prefix, 1.0))} {prefix}B"
+    return "no limit" if size_bytes == math.inf else _text(size_bytes, _BYTES, "TiB GiB MiB KiB B")
 
 
 def rate_text(bytes_per_s: float) -> str:
     """Returns a bandwidth in powers of ten, e.g. ``"3.12 GB/s"``; ``"free"`` for ``inf``."""
-    if bytes_per_s == math.inf:
-        return "free"
-    prefix = next((p for p in ("T", "G", "M", "k") if bytes_per_s >= _DECIMAL[p]), "")
-    return f"{_short(bytes_per_s / _DECIMAL[prefix])} {prefix}B/s"
+    return "free" if bytes_per_s == math.inf else _text(bytes_per_s, _RATES, "TB/s GB/s MB/s kB/s B/s")
 
 
 def seconds_text(seconds: float) -> str:
     """Returns a time in the unit that reads best, e.g. ``"50 us"``."""
-    unit = next((u for u in ("s", "ms", "us") if seconds >= _SECONDS[u]), "ns")
-    return f"{_short(seconds / _SECONDS[unit])} {unit}" if seconds else "0 s"
+    return _text(seconds, _SECONDS, "s ms us ns") if seconds else "0 s"
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -93,8 +86,9 @@ def tasks_per_node(text: str) -> list[int]:
     return [] if None in matches else [int(m[1]) for m in matches if m for _ in range(int(m[2] or 1))]
 
 
-def _short(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+def _text(number: float, units: Mapping[str, float], best: str) -> str:
+    unit = next((u for u in best.split() if number >= units[u]), best.split()[-1])
+    return f"{number / units[unit]:{'.0f' if number >= 100 * units[unit] else '.3g'}} {unit}"
 
 
 def _positive(name: str, value: Any, units: Mapping[str, float], wanted: str) -> float:

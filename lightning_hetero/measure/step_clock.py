@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,17 @@ class Stopwatch:
         """Adds up from now on, or from an earlier stamp."""
         if self._since is None:
             self._since = since or self._stamp()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps what happens inside out of the time; may be nested."""
+        was_running = self.running
+        self.pause()
+        try:
+            yield
+        finally:
+            if was_running:
+                self.resume()
 
     def pause(self) -> None:
         if self._since is not None:
@@ -232,16 +243,9 @@ class StepProbe:
         if self._running:
             self._watch.resume()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Keeps what happens inside, e.g. a collective of the user's, out of the measurement; may be nested."""
-        was_running = self._watch.running
-        self._watch.pause()
-        try:
-            yield
-        finally:
-            if was_running:
-                self._watch.resume()
+        return self._watch.paused()
 
     def backward_ended(self) -> None:
         """Stamp [3]: own gradients are complete."""

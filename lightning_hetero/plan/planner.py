@@ -110,7 +110,9 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
     Raises:
         ValueError: no engine, or an unknown one.
     """
-    check_engines(engines)
+    if not engines or set(engines) - set(ENGINES):
+        known = ", ".join(name if name == "ddp" else f"hetero_{name}" for name in ENGINES)
+        raise ValueError(f"engines={list(engines)!r} must be one or more of {known}")
     estimates = [ENGINES[name](setup) for name in ENGINES if name in engines]
     chosen = _choose(estimates, pipeline_ahead)
     base = next((estimate for estimate in estimates if estimate.engine == "ddp"), None)
@@ -118,17 +120,6 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
         base = ddp(without(setup, chosen.resting))
     estimates.sort(key=lambda estimate: -estimate.samples_per_s)
     return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, base=base)
-
-
-def check_engines(engines: Sequence[str]) -> None:
-    """Checks names of engines.
-
-    Raises:
-        ValueError: there are none, or an unknown one.
-    """
-    if not engines or set(engines) - set(ENGINES):
-        known = ", ".join(name if name == "ddp" else f"hetero_{name}" for name in ENGINES)
-        raise ValueError(f"engines={list(engines)!r} must be one or more of {known}")
 
 
 def _choose(estimates: Sequence[Estimate], pipeline_ahead: float) -> Estimate | None:

@@ -91,13 +91,6 @@ def without(setup: Setup, gone: Sequence[int]) -> Setup:
     return setup.with_devices(keep, Cluster(devices=tuple(setup.cluster.devices[rank] for rank in keep), links=links))
 
 
-def like_another(setup: Setup, rank: int, other: int) -> Setup:
-    """Returns the set-up in which a rank's device is as another one's is, but for its links and its memory."""
-    ranks = [other if at == rank else at for at in range(setup.ranks)]
-    speeds = [setup.cluster.devices[at].speed for at in ranks]
-    return setup.with_devices(tuple(ranks), override_cluster(setup.cluster, speeds=speeds))
-
-
 def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]:
     spec: dict[str, Any] = {"devices": list(value) if is_list(value) else [value]}
     new = cluster_from_plain(spec if link is None else {**spec, "link": link})

@@ -293,13 +293,10 @@ class Tally:
 
     def ledger(self, run: RecordedRun | None = None, **more: Any) -> RunLedger:
         """Returns what was added up; ``run``: that it is of, where its ranks do not end a step together."""
-        usual = {number for number, _ in self._batches.most_common(1)}
-        tags = {(step.epoch, step.index) for step, _ in self._last if round(step.samples) in usual}
-        meets = run is None or run.meets
-        if run is not None and not meets:
-            tags = {(run.steps[n].epoch, run.steps[n].index) for n in run.full}
+        usual, meets = {number for number, _ in self._batches.most_common(1)}, run is None or run.meets
         last = list(enumerate(self._last, self._steps - len(self._last)))
-        full = [(n, *one) for n, one in last if (one[0].epoch, one[0].index) in tags]
+        chosen = {n for n, (step, _) in last if round(step.samples) in usual} if run is None or meets else {*run.full}
+        full = [(n, *one) for n, one in last if n in chosen]
         full = [one for one in full if one[1].groups == full[-1][1].groups]  # under the last plan
         half = [one for one in full if 2 * one[0] >= self._steps - 1] or full[-1:]
         recent = [one for one in full if one[0] >= max(_WARM_UP, self._steps // 10)] or half

@@ -221,13 +221,9 @@ class RecordedRun:
         taken_s = [self.steps[number].step_s for number in numbers]
         found: list[RunChange] = []
         for change in self.changes:
-            begins = (
-                at
-                for at in range(1, len(numbers))
-                if numbers[at] >= change.step and ran[at] == change.shares != ran[at - 1]
-            )
-            at = next(begins, len(numbers)) if change.shares and math.isnan(change.realised_gain) else len(numbers)
-            if at + _COMPARED <= len(numbers):
+            places = range(1, len(numbers) - _COMPARED + 1)
+            begins = (at for at in places if numbers[at] >= change.step and ran[at] == change.shares != ran[at - 1])
+            if change.shares and math.isnan(change.realised_gain) and (at := next(begins, 0)):
                 before_s, after_s = median(taken_s[max(0, at - _COMPARED) : at]), median(taken_s[at : at + _COMPARED])
                 change = replace(change, realised_gain=1.0 - after_s / before_s)
             found.append(change)

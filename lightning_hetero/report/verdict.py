@@ -233,14 +233,11 @@ def others_text(what: Alternatives) -> str:
         if math.isnan(seconds):
             words.append(f"{engine_name(engine)} cannot hold the model")
         else:
-            words.append(f"{engine_name(engine)} would take about {milliseconds(seconds)}{_than(what, seconds)}")
+            ratio = what.measured_s / seconds
+            than = "" if abs(ratio - 1.0) < _ALIKE else f" ({as_fast(ratio)})"
+            words.append(f"{engine_name(engine)} would take about {milliseconds(seconds)}{than}")
     took = f"{engine_name(what.engine)} took {milliseconds(what.measured_s)} per global batch of {what.samples} samples"
     return begun("; ".join([took, *words]) + ".") if words else ""
-
-
-def _than(what: Alternatives, seconds: float) -> str:
-    ratio = what.measured_s / seconds
-    return "" if abs(ratio - 1.0) < _ALIKE else f" ({as_fast(ratio)})"
 
 
 # ---- stages of a step -----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ it says of the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.cluster.spec import override_cluster
@@ -16,7 +15,7 @@ from lightning_hetero.plan.estimate import EngineName
 from lightning_hetero.plan.planner import ENGINES, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.plan.what_if import like_another, without
+from lightning_hetero.plan.what_if import without
 from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
@@ -95,6 +94,11 @@ def alternatives_of(
         """Of fewer steps, because it is asked often: in the ratio to the present ranks, whose time is known."""
         return engines[name] * _step_s(name, asked) / now_s[name]
 
+    def mended(rank: int) -> Setup:
+        others = [other for other in slowest_first if other != rank]
+        kept = (others[len(others) // 2] if at == rank else at for at in range(run.ranks))
+        return few.with_devices(tuple(kept), few.cluster)  # whose speeds do not count where costs are known
+
     now_s = {name: _step_s(name, few) for name in (engine, beside)}
     dropped: list[Dropped] = []
     for count in range(min(run.ranks, _MOST_RANKS)):
@@ -109,10 +113,7 @@ def alternatives_of(
         engines=engines,
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
         few_s=engines[engine],
-        mended={
-            rank: of_few(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
-            for rank in sorted(slowest_first[:_MOST_RANKS])
-        },
+        mended={rank: of_few(engine, mended(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
         dropped=tuple(dropped),
         beside=beside,
     )
@@ -121,11 +122,6 @@ def alternatives_of(
 def _step_s(engine: EngineName, setup: Setup) -> float:
     found = ENGINES[engine](setup)
     return found.step_s if found.ok else math.nan
-
-
-def _median_of_others(slowest_first: Sequence[int], rank: int) -> int:
-    others = [other for other in slowest_first if other != rank]
-    return others[len(others) // 2]
 
 
 def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -106,13 +106,6 @@ class LocalSteps:
         """The ranks have met, for which this one has waited so long."""
         self.weight, self.made, self.unaveraged, self.wait_s = 0.0, 0, False, wait_s
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Around a collective that user code asks for: waiting for peers is not this rank's work."""
-        running = self._watch.running
-        self._watch.pause()
-        try:
-            yield
-        finally:
-            if running:
-                self._watch.resume()
+        return self._watch.paused()

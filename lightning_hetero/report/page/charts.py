@@ -78,14 +78,10 @@ class Bar:
     text: str = ""
     tip: str = ""
 
-    @property
-    def length(self) -> float:
-        return math.fsum(value for _, value in self.parts)
-
 
 def bars(rows: Sequence[Bar], *, label: str) -> Markup:
     """Returns horizontal bars."""
-    most = max((row.length for row in rows), default=0.0) or 1.0
+    most = max((math.fsum(value for _, value in row.parts) for row in rows), default=0.0) or 1.0
     left = min(200.0, 10.0 + max(text_width(row.name) for row in rows))
     right = 8.0 + max(text_width(row.text) for row in rows)
     drawing = Drawing(_ROW * len(rows) + 6.0, label)

@@ -40,16 +40,14 @@ def outcome(runs: Sequence[RunFacts]) -> list[str]:
     for at in sorted(known, key=lambda at: -speeds[at]):
         ratio = speeds[at] / speeds[base]
         if at != base:
-            than = f"takes as long as {names[base]}" if abs(ratio - 1.0) < _ALIKE else f"{_verb(ratio)} {names[base]}"
-            words.append(begun(f"{names[at]} {than}: {took[at]} instead of {took[base].partition(' per ')[0]}."))
+            than = f"{'is' if ratio > 1.0 else 'takes'} {as_fast(ratio)} as"
+            than = "takes as long as" if abs(ratio - 1.0) < _ALIKE else than
+            instead = took[base].partition(" per ")[0]
+            words.append(begun(f"{names[at]} {than} {names[base]}: {took[at]} instead of {instead}."))
     for name, one, speed in zip(names, runs, speeds, strict=True):
         if not speed > 0.0:
             words.append(begun(f"{name}: {one.ledger.problem or 'no time is known'}."))
     return words
-
-
-def _verb(ratio: float) -> str:
-    return f"is {as_fast(ratio)} as" if ratio > 1.0 else f"takes {as_fast(ratio)} as"
 
 
 def figures(runs: Sequence[RunFacts]) -> Markup:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from lightning_hetero.record.ledger import spent_in
-from lightning_hetero.record.run import RecordedRun, RunChange, RunStep
+from lightning_hetero.record.run import RecordedRun, RunStep
 from lightning_hetero.report.course import losses_of, throughput_of
 from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
@@ -315,14 +315,12 @@ def shares(facts: RunFacts) -> Drawn:
     if not run.staged:
         answer += f". The last full batch was shared {'/'.join(map(str, samples[-1][:16]))}"
     if changes:
-        rows = [_change_row(change) for change in changes[-_MOST_CHANGES:]]
+        rows = [
+            [str(one.step), one.reason, "/".join(map(str, one.shares[:16])) or one.kind, percent(one.predicted_gain),
+             f"cancelled: {one.cancelled}" if one.cancelled else percent(one.realised_gain)]
+            for one in changes[-_MOST_CHANGES:]
+        ]  # fmt: skip
         body += table(["step", "reason", "shares", "expected", "measured"], rows)
     if len(changes) > _MOST_CHANGES:
         body += element("p", f"The last {_MOST_CHANGES} of {len(changes)} changes.")
     return answer + ".", body
-
-
-def _change_row(change: RunChange) -> list[str]:
-    shared = "/".join(map(str, change.shares[:16])) or change.kind
-    given = "cancelled: " + change.cancelled if change.cancelled else percent(change.realised_gain)
-    return [str(change.step), change.reason, shared, percent(change.predicted_gain), given]
