@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import NamedTuple
 
 from lightning_hetero.record.run import named
@@ -17,31 +18,11 @@ from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.verdict import begun
 
-_STYLE = f"""
-:root{{color-scheme:light dark;{variables(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
-overflow-wrap:anywhere}}
-main{{max-width:720px;margin:0 auto;padding:16px}}
-h1{{font-size:1.3rem;margin:.2em 0}}h2{{font-size:1.15rem;margin:0}}
-p{{margin:.5em 0}}.mute,.question{{color:var(--mute)}}.question{{font-style:italic;margin:0}}.answer{{font-weight:600}}
-.verdict{{border-left:6px solid var(--fair);padding:.2em 0 .2em .9em;margin:1em 0}}
-.verdict.good{{border-color:var(--good)}}.verdict.poor{{border-color:var(--poor)}}
-.verdict .waited{{font-size:1.25rem;font-weight:700;margin:0}}
-section{{border-top:1px solid var(--grid);padding:1.2em 0}}
-nav{{display:flex;flex-wrap:wrap;gap:.2em .9em;font-size:.9rem}}a{{color:var(--work)}}
-svg{{display:block;width:100%;max-width:560px;height:auto;margin:.4em 0;font:12px system-ui,sans-serif}}
-{MARKS}.legend{{display:flex;flex-wrap:wrap;gap:.1em 1em;font-size:.9rem;margin:.4em 0}}
-.key i{{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}}
-.key .hot{{background:var(--hot)}}.key .cool{{background:var(--cool)}}
-.scroll{{overflow-x:auto;max-width:100%}}
-table{{border-collapse:collapse;font-size:.88rem;overflow-wrap:normal}}
-th,td{{text-align:left;padding:.25em .7em .25em 0;border-bottom:1px solid var(--grid);vertical-align:top}}
-th{{color:var(--mute);font-weight:600}}
-details{{font-size:.9rem}}pre{{white-space:pre-wrap;font-size:.8rem}}
-@media print{{section{{break-inside:avoid}}}}
-"""
+_STYLE = (
+    f":root{{color-scheme:light dark;{variables(LIGHT)}}}"
+    f"@media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}\n"
+    f"{(Path(__file__).parent / 'page.css').read_text()}{MARKS}"
+)
 _HEAD = (
     '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     '<link rel="icon" href="data:,">'

@@ -6,6 +6,7 @@ Colours are classes, which the page's style defines by custom properties.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from lightning_hetero.report.page.markup import Markup, element, joined
 
@@ -38,24 +39,7 @@ def variables(colours: dict[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
-_RANKS = "\n".join(
-    f".r{i}{{fill:var(--r{i});background:var(--r{i});stroke:var(--r{i})}}"
-    f"rect.r{i}{{stroke:none}}.line.r{i}{{fill:none;background:none}}"
-    for i in range(RANK_COLOURS)
-)
-
-MARKS = f"""\
-svg text{{fill:var(--ink)}}svg text.mute{{fill:var(--mute);font-size:11px}}
-svg text.inside{{fill:var(--inside);font-size:11px}}
-.grid,.axis{{stroke:var(--grid);stroke-width:1}}.axis{{stroke:var(--mute)}}
-.mark{{stroke:var(--mark);stroke-width:1;stroke-dasharray:2 3}}
-.bound{{stroke:var(--bound);stroke-width:1.5;stroke-dasharray:6 3}}
-.line{{fill:none;stroke-width:1.8;stroke-linejoin:round}}
-.cell{{fill:var(--cell);background:var(--cell)}}
-.work{{fill:var(--work);background:var(--work)}}.exchange{{fill:var(--exchange);background:var(--exchange)}}
-.idle{{fill:var(--idle);background:var(--idle)}}.hot{{fill:var(--hot)}}.cool{{fill:var(--cool)}}
-{_RANKS}
-"""
+MARKS = (Path(__file__).parent / "marks.css").read_text()
 """The style of the classes that `Drawing` is given."""
 
 
