@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.comparators.table import table_of as comparators
 from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
-from benchmarks.results import DASH, Results, measured
+from benchmarks.results import DASH, Results, faster, measured
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale_policies.md", "docs/theory/federated.md",
-         "docs/reference/faults.md")  # fmt: skip
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale_policies.md",
+         "docs/theory/federated.md", "docs/reference/faults.md", "docs/reference/goals.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -43,35 +43,35 @@ def _span(values: Sequence[float], form: str = "{:.2f}", last: str = "") -> str:
 
 FOUR = "4 ranks 1:1:1/2:1/4"
 CAPPED = "memory-capped, mlp"
+LOSS = ": final loss to DDP's"
 
 
 def gain(results: Results) -> str:
-    """Of README: the first figure anybody reads."""
+    """Of README and the site's first page: the first figure anybody reads, which the time lines show, too."""
     ddp_ms, ours_ms = results[f"{FOUR}: stock DDP step"], results[f"{FOUR}: our step"]
     return _joined(
-        f"On four emulated devices of speeds 1, 1, 1/2 and 1/4 a step takes {ours_ms:.0f} ms with `hetero_balanced` and"
-        f" {ddp_ms:.0f} ms with stock DDP: the same global batch, the same gradient but for rounding (relative error"
-        f" {results[f'{FOUR}: relative gradient error, first step']:.0e})."
+        f"On four emulated devices of speeds 1, 1, 1/2 and 1/4, a step takes {ours_ms:.0f} ms instead of DDP's"
+        f" {ddp_ms:.0f} ms: {ddp_ms / ours_ms:.1f} times as fast, with the same global batch and the same gradient up"
+        f" to rounding (relative error {results[f'{FOUR}: relative gradient error, first step']:.0e})."
     )
 
 
 def headline(results: Results) -> str:
     """Of README: a row per engine."""
     stale, pipeline = results.other("stale"), results.other("pipeline")
-    spells = [[stale[f"real, {task}, spells: {what}"] for task in ("digits CNN", "text transformer")]
-              for what in ("time to DDP", "final loss to DDP's")]  # fmt: skip
+    tasks = [f"real, {task}, spells" for task in ("digits CNN", "text transformer")]
     _, saved = pipeline.starting(f"{CAPPED}: less time than the best even pipeline (even, ")
     held = f"{CAPPED}, Lightning: parameters, gradients, optimizer state, whole model / largest memory"
-    equal = [results[f"{case}: ours / DDP"] for case in results.cases(": ours / DDP")]
+    equal = [1.0 / results[f"{case}: ours / DDP"] for case in results.cases(": ours / DDP")]
+    times = " and ".join(dict.fromkeys(f"{1.0 / stale[f'{task}: time to DDP']:.1f}" for task in tasks))
+    losses = " and ".join(f"{stale[task + LOSS]:.2f}" for task in tasks)
     rows = [
-        ["1:1:1/2:1/4, all the time", "`hetero_balanced`",
-         f"a step takes {1.0 / results[f'{FOUR}: speed-up over DDP']:.2f} times stock DDP's; on equal devices"
-         f" {_span(equal)} times"],
-        ["each slow at times, 6x, a quarter of the time", "`hetero_stale`",
-         "training takes {:.2f} (CNN) and {:.2f} (transformer) times stock DDP's time,".format(*spells[0])
-         + " its final loss is {:.2f} and {:.2f} times DDP's".format(*spells[1])],
-        [f"1:1:1/2:1/4, the model {pipeline[held]:.1f} times the largest memory", "`hetero_pipeline`",
-         f"a step takes {1.0 - saved / 100.0:.2f} times the best even pipeline's; stock DDP cannot hold the model"],
+        ["speeds 1, 1, 1/2, 1/4", "`hetero_balanced`",
+         f"{results[f'{FOUR}: speed-up over DDP']:.1f} times as fast as DDP; on equal devices {_span(equal)} times"],
+        ["each randomly 6x slower, 25 % of the time", "`hetero_stale`",
+         f"{times} times as fast as DDP (CNN, transformer), final loss {losses} times DDP's"],
+        [f"speeds 1, 1, 1/2, 1/4; a model of {pipeline[held]:.1f} times the largest memory", "`hetero_pipeline`",
+         f"{faster(saved):.1f} times as fast as the best even pipeline; DDP cannot hold the model"],
     ]  # fmt: skip
     return _table(["four emulated devices", "engine", "measured"], rows)
 
@@ -80,22 +80,22 @@ def balanced(results: Results) -> str:
     """Of docs/benchmarks.md: every case with its gain, and what equal devices pay."""
     rows = []
     for case in sorted(results.cases(": speed-up over DDP"), key=lambda case: int(case.split()[0])):  # by ranks
+        whole = faster(results[f"{case}: time saved over DDP, whole run"])
         bias = results.text(f"{case}: static uneven sampler, unweighted: relative gradient error", "{:.2f}")
         rows.append([
             case,
             f"{results[f'{case}: stock DDP step']:.0f} / {results[f'{case}: our step']:.0f}",
-            f"{results[f'{case}: speed-up over DDP']:.2f}x",
-            results.text(f"{case}: time saved over DDP, whole run", "{:.0f} %"),
+            f"{results[f'{case}: speed-up over DDP']:.2f} / {whole:.2f}",
             f"{results[f'{case}: fraction of ideal, gross']:.2f} / {results[f'{case}: fraction of ideal, net']:.2f}",
             f"{results[f'{case}: relative gradient error, first step']:.0e} / {bias}",
         ])  # fmt: skip
-    head = ["emulated devices", "step in ms, DDP / ours", "speed-up", "time saved, whole run",
+    head = ["emulated devices", "step in ms, DDP / ours", "times as fast, step / whole run",
             "of the ideal, gross / net", "gradient error: ours / static unweighted split"]  # fmt: skip
     (swapped,) = results.cases(": steps to 5% of ideal after swap")
     equal: dict[str, list[tuple[str, str]]] = {}
     for case in results.cases(": ours / DDP"):  # "2 equal ranks, 3 ms steps of stock DDP"
         ranks, _, step = case.removesuffix(" ms steps of stock DDP").partition(" equal ranks, ")
-        equal.setdefault(ranks, []).append((step, f"{results[f'{case}: ours / DDP']:.2f}"))
+        equal.setdefault(ranks, []).append((step, f"{1.0 / results[f'{case}: ours / DDP']:.2f}"))
     pairs = [f"{', '.join(ratio for _, ratio in ranks)} ({n} ranks)" for n, ranks in equal.items()]
     steps_ms = ", ".join(step for step, _ in next(iter(equal.values())))
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
@@ -103,10 +103,15 @@ def balanced(results: Results) -> str:
     after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
-        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step of ours"
-        f" over stock DDP's of {steps_ms} ms is {' and '.join(pairs)}; exchange and decision cost"
+        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices, where a"
+        f" step of DDP takes {steps_ms} ms, ours is {' and '.join(pairs)} times as fast; exchange and decision cost"
         f" {critical_us:.0f} us.",
     )
+
+
+def _faster(results: Results, figure: str) -> str:
+    """Returns how many times as fast, of a ratio of times; a dash where there is none."""
+    return f"{1.0 / results[figure]:.2f}" if figure in results else DASH
 
 
 def stale(results: Results) -> str:
@@ -121,19 +126,19 @@ def stale(results: Results) -> str:
     rows = []
     for cluster in dict.fromkeys(row["cluster"] for row in results.raw["real"]):
         cells = [
-            [results.text(f"real, {task}, {cluster}: {what}", "{:.2f}") for task in tasks]
-            for what in ("time to DDP", "time to balanced", "final loss to DDP's")
+            [_faster(results, f"real, {task}, {cluster}: time to {what}") for task in tasks]
+            for what in ("DDP", "balanced")
         ]
+        cells.append([results.text(f"real, {task}, {cluster}{LOSS}", "{:.2f}") for task in tasks])
         late = [f"{100 * row['stale_fraction']:.0f} %" for row in ours if row["cluster"] == cluster]
         words = ["DDP's job ends; ours ends its schedule on the other three", "", ""]
         known = cells[0] != [DASH, DASH]
         ratios = [" / ".join(pair) for pair in cells] if known else words
         rows.append([names.get(cluster, cluster), *ratios, " / ".join(late)])
-    head = ["emulated devices", "`hetero_stale`: time to DDP, digits CNN / transformer", "to `hetero_balanced`",
-            "final loss to DDP", "stale samples"]  # fmt: skip
+    head = ["emulated devices", "times as fast as DDP, digits CNN / transformer",
+            "times as fast as `hetero_balanced`", "final loss over DDP's", "stale samples"]  # fmt: skip
     oldest = max(row["max_staleness"] for row in ours)
-    losses = [results[f"{case}: final loss to DDP's"] for case in results.cases(": final loss to DDP's")
-              if case.startswith("simulated")]  # fmt: skip
+    losses = [results[case + LOSS] for case in results.cases(LOSS) if case.startswith("simulated")]
     return _joined(
         _table(head, rows),
         f"No contribution was more than {oldest} versions old. The simulated half (all policies, twelve seeds) has the"
@@ -147,15 +152,16 @@ def pipeline(results: Results) -> str:
     rows = []
     for case in results.cases(": modelled / measured"):
         groups, saved = results.starting(f"{case}: less time than the best even pipeline (even, ")
+        ddp = f"{case}, Lightning: less time than stock DDP"
         rows.append([
             case,
             f"{results[f'{case}: our step']:.0f}",
-            f"{saved:.0f} % ({groups.rstrip(')')})",
-            results.text(f"{case}, Lightning: less time than stock DDP", "{:.0f} %"),
+            f"{faster(saved):.2f} ({groups.rstrip(')')})",
+            f"{faster(results[ddp]):.2f}" if ddp in results else DASH,
             f"{results[f'{case}: modelled / measured']:.2f}",
         ])  # fmt: skip
-    head = ["emulated devices, model", "our step, ms", "less than the best even pipeline", "less than stock DDP",
-            "modelled / measured"]  # fmt: skip
+    head = ["emulated devices, model", "our step, ms", "times as fast as the best even pipeline",
+            "times as fast as stock DDP", "modelled / measured"]  # fmt: skip
     return _table(head, rows)
 
 
@@ -164,16 +170,19 @@ def pipeline_besides(results: Results) -> str:
     replicas = results["4 equal, gpt, Lightning: plain data parallelism, ours / balanced engine"]
     held = "memory-capped, mlp, Lightning: parameters, gradients, optimizer state"
     even = ": the even chain by our walker / by torch.distributed.pipelining"
-    chains = [results[f"{case}{even}"] for case in results.cases(even)]
+    chains = [1.0 / results[f"{case}{even}"] for case in results.cases(even)]
     overhead, walker = "4 equal stages: ours / torch.distributed.pipelining", results.other("walker")
     most, whole = results[f"{held}, most held / device's memory"], results[f"{held}, whole model / largest memory"]
+    before = [1.0 / results[f"{case}, links free: ours / torch.distributed.pipelining"]
+              for case in ("emulated, 4 equal stages", "real work only, 4 equal stages")]  # fmt: skip
     return _joined(
-        "On four *equal* devices the best plan is plain data parallelism, and so is ours; there a step takes"
-        f" {replicas:.2f} times the balanced engine's. Each rank of the memory-capped MLP holds at most {most:.2f} of"
-        f" its device, the whole model is {whole:.1f} times as large. Our walker takes {_span(chains)} of"
-        " `torch.distributed.pipelining`'s time on the scenarios' even chains; on four synthetic equal stages"
-        f" {walker[f'emulated, {overhead}']:.3f}, and {walker[f'real work only, {overhead}']:.3f} where nothing is"
-        " emulated and four processes share two cores (goals 1.0 and 1.05)."
+        "On four *equal* devices the best plan is plain data parallelism, and so is ours; there a step is"
+        f" {1.0 / replicas:.2f} times as fast as the balanced engine's. Each rank of the memory-capped MLP holds at"
+        f" most {most:.2f} of its device, the whole model is {whole:.1f} times as large. Compared with"
+        f" `torch.distributed.pipelining` on the same even chains our walker is {_span(chains)} times as fast; on four"
+        f" synthetic equal stages {1.0 / walker[f'emulated, {overhead}']:.2f} times, and"
+        f" {1.0 / walker[f'real work only, {overhead}']:.2f} times where nothing is emulated and four processes share"
+        f" two cores ({before[0]:.2f} and {before[1]:.2f} with an older walker)."
     )
 
 
@@ -211,7 +220,8 @@ def federated(results: Results) -> str:
         reached = results.text(f"{case}, runs that reach the target", "{:.0f}")
         rows.append([
             f"`{case.removeprefix('steady: ')}`",
-            results.text(f"{case}, time to target", "{:.0f} s" if base else "{:.2f} times that") + f" ({reached} runs)",
+            (results.text(f"{case}, time to target", "{:.0f} s") if base
+             else f"{_faster(results, f'{case}, time to target')} times as fast") + f" ({reached} runs)",
             f"{results[f'{case}, final accuracy']:.1f} %",
             results.text(f"{case}, accuracy lost after as many rounds", "{:.2f}"),
             f"{results[f'{case}, rounds']:.0f}",
@@ -224,13 +234,20 @@ def federated(results: Results) -> str:
 
 def overview(results: Results) -> str:
     """Of docs/benchmarks.md: every benchmark that has results."""
+    known = measured(results.root)
+    rows = [[f"[{name}](../benchmarks/{name}/results.md)", results.other(name).title] for name in known]
+    return _table(["name", "benchmark"], rows)
+
+
+def goals(results: Results) -> str:
+    """Of docs/reference/goals.md: how many goals each benchmark holds."""
     rows = []
     for name in measured(results.root):
         one = results.other(name)
-        goals = [figure["holds"] for figure in one.rows if figure["holds"] is not None]
-        held = f"{sum(goals)} of {len(goals)}" if goals else DASH
-        rows.append([f"[{name}](../benchmarks/{name}/results.md)", one.title, held])
-    return _table(["name", "benchmark", "goals held"], rows)
+        known = [figure["holds"] for figure in one.rows if figure["holds"] is not None]
+        if known:
+            rows.append([f"[{name}](../../benchmarks/{name}/results.md)", f"{sum(known)} of {len(known)}"])
+    return _table(["benchmark", "goals held"], rows)
 
 
 def _with_goals(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -248,7 +265,7 @@ def _values(figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def missed(results: Results) -> str:
-    """Of docs/benchmarks.md: a list of what does not hold its goal, by benchmark and kind of figure."""
+    """Of docs/reference/goals.md: a list of what does not hold its goal, by benchmark and kind of figure."""
     lines = []
     for name in measured(results.root):
         behind = []
@@ -260,20 +277,21 @@ def missed(results: Results) -> str:
 
 
 def peers(results: Results) -> str:
-    """Of docs/benchmarks.md: time to the same loss, by peer and devices."""
+    """Of docs/benchmarks.md: how soon the same loss is reached, by peer and devices."""
     found: dict[str, dict[str, str]] = {}
     for row in results.raw["rows"]:
         ratio = row["target_to_ddp"]
-        found.setdefault(row["peer"], {})[row["cluster"]] = "not reached" if ratio is None else f"{ratio:.2f}"
+        found.setdefault(row["peer"], {})[row["cluster"]] = "not reached" if ratio is None else f"{1.0 / ratio:.2f}"
     clusters = list(dict.fromkeys(row["cluster"] for row in results.raw["rows"]))
     rows = [[peer, *(told.get(cluster, DASH) for cluster in clusters)] for peer, told in found.items()]
-    return _table(["time to the same validation loss, over stock DDP's", *clusters], rows)
+    return _table(["times as fast as stock DDP to the same validation loss", *clusters], rows)
 
 
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gain": ("balanced", gain),
     "headline": ("balanced", headline),
     "overview": ("balanced", overview),
+    "goals": ("balanced", goals),
     "missed": ("balanced", missed),
     "balanced": ("balanced", balanced),
     "stale": ("stale", stale),

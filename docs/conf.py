@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ REPOSITORY = ""
 
 project = "lightning-hetero"
 copyright = "the lightning-hetero developers"
-version = release = installed(project)
+version = release = re.findall('"([0-9.]+)"', (ROOT / "lightning_hetero/_version.py").read_text(encoding="utf-8"))[-1]
 html_title = f"{project} {version}"
 html_theme = "furo"
 html_math_renderer = "mathml"

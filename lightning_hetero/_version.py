@@ -1,3 +1,3 @@
 """The package's version: alone, so that no module has to import the whole package to know it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

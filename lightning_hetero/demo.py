@@ -152,7 +152,7 @@ def load_digits_tensors() -> tuple[Tensor, Tensor]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "the digits demo reads its images from scikit-learn, which is not installed; "
-            "run: pip install 'lightning-hetero[examples]' (or pip install scikit-learn)"
+            "run: pip install scikit-learn (or pip install -e '.[examples]' in the checkout)"
         ) from error
     pixels, labels = load_digits(return_X_y=True)
     images = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16.0

@@ -11,7 +11,7 @@ import hypothesis  # noqa: F401, E402
 import psutil  # noqa: F401, E402
 import pytest  # noqa: F401, E402
 
-import lightning_hetero  # noqa: F401, E402
+import lightning_hetero.public  # noqa: F401, E402
 
 gc.collect()
 gc.freeze()

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.ablation.candidates import NO_GUARD, PREDICTORS
 from benchmarks.ablation.simulated import LAGS
+from benchmarks.paper import DARK
 
 HERE = Path(__file__).parent
 PICTURE = HERE.parents[1] / "docs" / "pictures" / "ablation.svg"
@@ -37,6 +38,7 @@ def drawn(raw: Mapping[str, Any]) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"',
         ' font-family="sans-serif" font-size="11">',
+        DARK,
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="14">Time of a run over that of equal shares, simulated</text>',
         *_legend(names),

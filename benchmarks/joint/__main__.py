@@ -18,36 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.joint import budget, compared, speed
-from benchmarks.joint.pictures import Line, chart
+from benchmarks.joint.drawn import budget_pictures
 from benchmarks.joint.real import part as real
 from benchmarks.report import write_results
 
 HERE = Path(__file__).parent
 PICTURES = HERE.parents[1] / "docs" / "pictures"
 PARTS: Mapping[str, ModuleType] = {"compared": compared, "budget": budget, "speed": speed, "real": real}
-
-
-def draw(raw: Mapping[str, Mapping[str, list[float]]], folder: Path) -> None:
-    """Draws the part *budget*."""
-    limits, allowed = raw["limits"], budget.bounds(raw)
-    best_s, vs = limits["best_s"][0], budget.VS
-    times = [Line(name=name, x=vs, y=[s / best_s for s in raw[name]["time_s"]]) for name in budget.BANKS]
-    bound = Line(name="bound T* + O(1/V)", x=vs, y=[s / best_s for s in allowed["time_s"]], dashed=True)
-    chart(
-        folder / "budget_time.svg",
-        [*times, bound],
-        title="Mean time of a batch over T*",
-        x="V",
-        y="time / T*",
-        most=2.0,
-    )
-    spent = [Line(name=name, x=vs, y=raw[name]["spent"]) for name in budget.BANKS]
-    chart(folder / "budget_cost.svg", spent, title="What is spent", x="V", y="cost / budget")
-    queues = [Line(name=name, x=vs, y=raw[name]["queue"]) for name in budget.BANKS]
-    bound = Line(name="bound O(V)", x=vs, y=allowed["queue"], dashed=True)
-    chart(
-        folder / "budget_queue.svg", [*queues, bound], title="Mean queue", x="V", y="batches' budgets", log_y=True
-    )
 
 
 def report(raw: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
@@ -91,7 +68,10 @@ def main() -> None:
     whole = not args.quick and args.part is None  # nothing less replaces the results that are kept
     out = args.out or (HERE if whole else HERE / ".cache" / HERE.name)
     if "budget" in raw:
-        draw(raw["budget"], PICTURES if whole else out)
+        folder = PICTURES if whole else out
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in budget_pictures(raw["budget"]).items():
+            (folder / name).write_text(text, encoding="utf-8")
     write_results(out, title="The online controller, simulated and at work", figures=figures, raw=rounded, notes=notes)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from benchmarks.paper import DARK
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 64, 16, 40, 48
 COLOURS = ("#1f6fb4", "#d95f02", "#3a8f3a", "#7b5ea7")
@@ -22,12 +23,11 @@ class Line:
 
 
 def chart(
-    path: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log_y: bool = False, most: float | None = None
-) -> None:
-    """Writes a chart with a logarithmic x axis.
+    lines: Sequence[Line], *, title: str, x: str, y: str, log_y: bool = False, most: float | None = None
+) -> str:
+    """Returns a chart with a logarithmic x axis.
 
     Args:
-        path: of the file.
         lines: to draw; values <= 0 on a logarithmic axis, and values above ``most``, are left out.
         title, x, y: words.
         log_y: a logarithmic y axis, too.
@@ -51,6 +51,7 @@ def chart(
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
         ' font-family="sans-serif" font-size="12">',
+        DARK,
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="14">{title}</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{x}</text>',
@@ -76,8 +77,7 @@ def chart(
         out.append(f'<line {ends} stroke="{colour}" stroke-width="2"{dash}/>')
         out.append(f'<text x="{left + 30}" y="{down}">{line.name}</text>')
     out.append("</svg>")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(out) + "\n", encoding="utf-8")
+    return "\n".join(out) + "\n"
 
 
 def _shown(value: float, log_y: bool, most: float | None) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.ablation.picture import PICTURE as ABLATION
 from benchmarks.ablation.picture import drawn
+from benchmarks.joint.drawn import budget_pictures
 from benchmarks.pictures import engines, others, steps
 from benchmarks.pictures.sheet import BOTH, Paper, Picture, svg
 from benchmarks.provenance import ROOT
@@ -42,4 +43,8 @@ def files(root: Path = ROOT) -> dict[str, str]:
     }
     if "ablation" in known:  # which draws its own while it is measured
         found[ABLATION.name] = drawn(Results("ablation", root).raw["simulated"])
+    if "joint" in known:  # likewise
+        raw = Results("joint", root).raw
+        parts = {name.removeprefix("budget: "): raw[name] for name in raw if name.startswith("budget: ")}
+        found |= budget_pictures(parts)
     return found

@@ -9,14 +9,14 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.balanced.cases import Case, unequal_cases
-from benchmarks.balanced.figures import ideal_step_s
+from benchmarks.balanced.figures import SETTLED, ideal_step_s
 from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Line, Span, lines, rank_kind, time_lines
 
 SHOWN = "4 ranks 1:1:1/2:1/4"
 SWAPPED = "4 ranks, speeds reversed at step 30"
-DDP_STEPS = 5  # in the time lines
+DDP_STEPS = 4  # in the time lines
 WORDS = {1.0: "1", 0.5: "1/2", 0.25: "1/4"}
 
 
@@ -27,36 +27,33 @@ def _measured(results: Results, name: str) -> tuple[Case, dict[str, Any]]:
 
 
 def timeline(results: Results) -> Picture:
-    """Stock DDP against the balanced engine, from the first step on, in the same time."""
+    """Stock DDP against the balanced engine once shares have settled, in the same time."""
     case, engines = _measured(results, SHOWN)
-    end_s = math.fsum(engines["ddp"]["steps_s"][0][:DDP_STEPS])
+    end_s = math.fsum(engines["ddp"]["steps_s"][0][SETTLED : SETTLED + DDP_STEPS])
+    step_ms = {"ddp": results[f"{SHOWN}: stock DDP step"], "ours": results[f"{SHOWN}: our step"]}
     panels: list[tuple[str, str]] = []
-    done: dict[str, int] = {}
-    for engine in ("ddp", "ours"):
-        steps_s, samples = engines[engine]["steps_s"][0], engines[engine]["samples"][0]
+    for engine, name in (("ddp", "stock DDP"), ("ours", "hetero_balanced")):
+        steps_s, samples = engines[engine]["steps_s"][0][SETTLED:], engines[engine]["samples"][0][SETTLED:]
         starts_s = [0.0, *accumulate(steps_s)]
-        done[engine] = sum(1 for start_s in starts_s[1:] if start_s <= end_s + 1e-9)
         rows: list[tuple[str, list[Span]]] = []
         for rank, speed in enumerate(case.scenario.speeds):
             spans: list[Span] = []
             for step, (start_s, step_s) in enumerate(zip(starts_s, steps_s, strict=False)):
                 if start_s < end_s - 1e-9:
                     number = samples[step][rank]
-                    work_end_s = start_s + min(step_s, case.scenario.work_s(rank, step, number))
+                    work_end_s = start_s + min(step_s, case.scenario.work_s(rank, SETTLED + step, number))
                     spans.append(Span(start_s=start_s, end_s=work_end_s, kind="work", label=str(number)))
                     spans.append(Span(start_s=work_end_s, end_s=start_s + step_s, kind="idle"))
             rows.append((f"speed {WORDS[speed]}", spans))
-        name = "stock DDP" if engine == "ddp" else "hetero_balanced"
-        panels.append((f"{name}: {done[engine]} steps", time_lines(rows, end_s=end_s, label=name)))
+        panels.append((f"{name}: {step_ms[engine]:.0f} ms per step", time_lines(rows, end_s=end_s, label=name)))
     assert case.scenario.sample_s is not None
     work = f"({case.scenario.step_s * 1e3:g} ms + {case.scenario.sample_s * 1e3:g} ms per sample) / speed"
     return Picture(
-        title=f"In the time of {done['ddp']} steps of stock DDP: {done['ours']} steps",
+        title=f"{step_ms['ddp'] / step_ms['ours']:.1f} times as fast: shares that fit the devices",
         legend=[("work", "own work (samples)"), ("idle", "waiting, exchange, Lightning")],
         panels=panels,
-        source=f"Four emulated devices, global batch {case.global_batch}, from the first step on, when speeds are not"
-        " known yet. Drawn from benchmarks/balanced/results.json: measured steps and given samples; own work is what"
-        f" the emulation asks for, {work}.",
+        source=f"Four emulated devices, global batch {case.global_batch}, from step {SETTLED} on; steps above are"
+        f" medians of five runs. Own work is what the emulation asks for, {work}. benchmarks/balanced/results.json",
     )
 
 

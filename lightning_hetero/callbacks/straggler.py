@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
@@ -42,7 +42,7 @@ class StragglerMonitor(Callback, EventSource):
     Per rank: ``share`` [samples], ``compute_s`` (own work), ``wait_s`` (in the gradient exchange), ``predicted_s``,
     ``score`` (speed relative to the fastest rank), ``straggler`` (1, or of a rank found to be slow its seconds per item
     over the others'), and over the ranks ``max`` and ``min``; ``hetero/imbalance`` is the slowest rank's work over the
-    mean (1.0 = balanced).
+    mean (1.0 = balanced), ``hetero/waiting`` the part of the ranks' time that is waiting.
 
     A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
     seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
@@ -60,7 +60,8 @@ class StragglerMonitor(Callback, EventSource):
         every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's
             ``log_every_n_steps``.
         prog_bar: show each rank's samples, and the part of the ranks' time that is waiting, on the progress bar.
-        most_ranks: with more ranks than this, report only ``max`` and ``min`` over them.
+        most_ranks: with more ranks than this, report only ``max`` and ``min`` over them; 0: only values of all ranks,
+            e.g. ``hetero/imbalance`` and ``hetero/waiting``.
         batch_cost: under stock DDP, the work of this rank's batch, padding included, e.g. its tokens, where samples
             differ in it. Default: a method ``batch_cost`` of the module, else ``batch_weight``, else samples count. An
             engine of this package counts by itself, see `LoadBalancedStrategy`.
@@ -181,7 +182,7 @@ class StragglerMonitor(Callback, EventSource):
             for found in self._test.add(report.records, epoch=report.epoch, step=report.step):
                 if found.rank not in self._named:
                     self._named.add(found.rank)
-                    rank_zero_info(
+                    compat.tell_past_bar(
                         f"StragglerMonitor: rank {found.rank} is slow since epoch {found.epoch}, step {found.step}: it"
                         f" needs {found.slowdown:.2f} times as long for the same work as the other ranks' median"
                     )
@@ -217,9 +218,10 @@ class StragglerMonitor(Callback, EventSource):
         if (rows[:, 0] > 0).all():
             own.fit_rows += rows
             means = _means(rows)
-            self._show_on_bar(trainer, means, waiting(means))
+            waited = waiting(means)
+            self._show_on_bar(trainer, means, waited)
             # Lightning's own step of the epoch's values: the last batch's.
-            self._show(trainer, self._values(means, []), step=compat.logging_step(trainer) - 1)
+            self._show(trainer, self._values(means, [], waited), step=compat.logging_step(trainer) - 1)
 
     @never_raises
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -228,9 +230,9 @@ class StragglerMonitor(Callback, EventSource):
             rows = self._own.fit_rows
             exchange_s = float((rows[:, 5] / rows[:, 0]).min())
             if told := other_engines_text(_means(rows), exchange_s, int(rows[0, 0])):
-                rank_zero_info(told)
+                compat.tell_past_bar(told)
         elif self._strategy is not None and (summary := self._strategy.summary()):
-            rank_zero_info(summary)
+            compat.tell_past_bar(summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._own is not None:
@@ -246,13 +248,16 @@ class StragglerMonitor(Callback, EventSource):
         if (report := strategy.step_report()) is not None:
             if strategy.take_reports() is None:
                 self._compare([report])
-            values = self._values(report.records, report.predicted_s)
-            self._show_on_bar(trainer, report.records, strategy.waiting_in(report))
+            waited = strategy.waiting_in(report)
+            values = self._values(report.records, report.predicted_s, waited)
+            self._show_on_bar(trainer, report.records, waited)
         values |= {f"hetero/{name}": float(value) for name, value in strategy.engine_metrics().items()}
         self._show(trainer, values, step=compat.logging_step(trainer))
         return bool(values)
 
-    def _values(self, records: Sequence[SpeedSample], predicted_s: Sequence[float]) -> dict[str, float]:
+    def _values(
+        self, records: Sequence[SpeedSample], predicted_s: Sequence[float], waited: float
+    ) -> dict[str, float]:
         columns = {
             "share": [float(r.samples) for r in records],
             "compute_s": [r.compute_s for r in records],
@@ -267,10 +272,12 @@ class StragglerMonitor(Callback, EventSource):
                 ranks = column if len(column) <= self.most_ranks else ()
                 values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(ranks)}
                 values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
-        unevenness = imbalance(columns["compute_s"])
-        return values if math.isnan(unevenness) else {**values, "hetero/imbalance": unevenness}
+        of_all = {"hetero/imbalance": imbalance(columns["compute_s"]), "hetero/waiting": waited}
+        return values | {name: value for name, value in of_all.items() if not math.isnan(value)}
 
     def _show(self, trainer: Trainer, values: dict[str, float], *, step: int) -> None:
+        if not self.most_ranks:
+            values = {name: value for name, value in values.items() if name.count("/") == 1}  # of no rank, no extreme
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=step)
 

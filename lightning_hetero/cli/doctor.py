@@ -1,9 +1,5 @@
 """``lightning-hetero-doctor``: will this machine and this setting train, and what to do if not (layer A).
 
-    lightning-hetero-doctor
-    lightning-hetero-doctor --module my_package.model:Model --data my_package.data:Data --devices 2
-    python -m lightning_hetero.cli.doctor --json
-
 The exit code is 1 if something will not train.
 """
 
@@ -11,209 +7,44 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import multiprocessing
-import os
-import platform
-import shutil
-import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
-import torch
-import torch.distributed as dist
-from packaging.requirements import Requirement
-
-from lightning_hetero._version import __version__
-from lightning_hetero.cli.loading import load_data, load_module, profile_module
-from lightning_hetero.cli.parity import compare_gradients
-from lightning_hetero.cli.ranks import probe_machine
-from lightning_hetero.doctor.facts import (
-    DeviceFacts,
-    Facts,
-    GpuFacts,
-    HostFacts,
-    ModuleFacts,
-    NetworkFacts,
-    Package,
-)
+from lightning_hetero.cli.command import parser
 from lightning_hetero.doctor.finding import findings_text, worst
 from lightning_hetero.doctor.training import examine
-from lightning_hetero.measure.device import accelerators, device_of, wheel_architectures
-from lightning_hetero.plan.planner import plan
-from lightning_hetero.plan.setup import Setup
-
-_MEMORY = Path("/dev/shm")
-
-
-def find_out(asked: argparse.Namespace) -> Facts:
-    """Returns the facts, the probe's and the module's included as far as they were asked for."""
-    environ = dict(os.environ)
-    facts = Facts(
-        host=_host(),
-        network=_network(environ),
-        gpus=_gpus() if asked.accelerator != "cpu" else GpuFacts(cuda=torch.version.cuda),
-        environ=environ,
-        devices_wanted=asked.devices,
-        nodes_wanted=asked.num_nodes,
-    )
-    if asked.probe:
-        try:
-            cluster, backend = probe_machine(devices=asked.devices, accelerator=asked.accelerator)
-            facts = replace(facts, cluster=cluster, links_by=backend)
-        except (RuntimeError, ValueError) as error:
-            facts = replace(facts, probe_problem=f"the probe failed: {error}")
-    return facts if asked.module is None else replace(facts, module=_module(facts, asked))
-
-
-def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
-    """Returns the module's gradients, and what the planner says of it on the probed devices."""
-    found = ModuleFacts(parity=compare_gradients(asked.module, asked.data, backbone=asked.backbone))
-    try:
-        profile = profile_module(
-            load_module(asked.module), load_data(asked.data), backbone=asked.backbone, accelerator=asked.accelerator
-        )
-    except Exception as error:  # the user's code may raise anything
-        return replace(found, verdict=f"no engine can be recommended, for the module cannot be measured: {error}")
-    model, cluster = profile.model, facts.cluster
-    found = replace(found, param_bytes=sum(part.param_bytes for part in model.parts))
-    if cluster is None:
-        return found
-    batch = asked.global_batch or (profile.batch_size or 1) * len(cluster.devices)
-    answer = plan(Setup(cluster=cluster, model=model, global_batch=batch, spans=profile.spans))
-    return replace(
-        found,
-        verdict=f"{answer.verdict} (for {batch} samples per update)",
-        gain=answer.gain if math.isfinite(answer.gain) else 1.0,
-        engine="" if answer.chosen is None else answer.chosen.engine,
-    )
-
-
-def _host() -> HostFacts:
-    total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
-    return HostFacts(
-        system=platform.system(),
-        packages=tuple(_packages()),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        shm_bytes=total,
-        shm_free_bytes=free,
-        start_methods=tuple(multiprocessing.get_all_start_methods()),
-        backends=tuple(name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)),
-    )
-
-
-def _network(environ: Mapping[str, str]) -> NetworkFacts:
-    address = environ.get("MASTER_ADDR")
-    return NetworkFacts(
-        interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
-        addresses={} if address is None else {address: _resolves(address)},
-        free_ports=_ports(environ),
-    )
-
-
-def _resolves(address: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(address, None))
-    except OSError:
-        return False
-
-
-def _packages() -> list[Package]:
-    fits = sys.version_info >= (3, 10)
-    found = {"python": Package(name="python", installed=platform.python_version(), wanted=">=3.10", fits=fits)}
-    try:
-        requirements = [Requirement(text) for text in metadata.requires("lightning-hetero") or ()]
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        requirements = []
-    for one in requirements:
-        if one.marker is None:  # else it is of an extra
-            installed = next((d.version for d in metadata.distributions(name=one.name)), None)
-            fits = installed is not None and one.specifier.contains(installed, prereleases=True)
-            package = Package(name=one.name, installed=installed, wanted=str(one.specifier), fits=fits)
-            found.setdefault(one.name, package)
-    return [*found.values(), Package(name="lightning-hetero", installed=__version__, wanted="", fits=True)]
-
-
-def _gpus() -> GpuFacts:
-    """Returns the GPUs, or why there are none.
-
-    Torch is asked nothing that takes a card's memory, of which there may be none left: what is free nvidia-smi knows.
-    """
-    wheel = GpuFacts(cuda=torch.version.cuda, arch_list=wheel_architectures())
-    try:
-        seen = [device_of(device) for device in accelerators()]
-        free = _free_bytes() if seen else {}
-        found = [
-            DeviceFacts(
-                name=on.name(),
-                capability=on.capability(),
-                mem_bytes=on.total_bytes(),
-                free_bytes=free.get(on.identity().removeprefix("GPU-")),
-                computes_bfloat16=on.computes_bfloat16(),
-            )
-            for on in seen
-        ]
-    except RuntimeError as error:
-        return replace(wheel, problem=str(error).strip().splitlines()[0])
-    return replace(wheel, devices=tuple(found))
-
-
-def _free_bytes() -> dict[str, float]:
-    """Returns the free memory of NVIDIA's cards, by what tells them from others."""
-    command = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    rows = (line.rpartition(",") for line in done.stdout.splitlines())
-    return {
-        uuid.strip().removeprefix("GPU-"): float(free) * 2.0**20 for uuid, _, free in rows if free.strip().isdigit()
-    }
-
-
-def _ports(environ: Mapping[str, str]) -> dict[str, bool]:
-    """Looks whether MASTER_PORT is free, where ranks are still to be started and the first of them here."""
-    port = environ.get("MASTER_PORT")
-    if port is None or "RANK" in environ or environ.get("MASTER_ADDR", "localhost") not in ("localhost", "127.0.0.1"):
-        return {}
-    try:
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(("", int(port)))
-    except (OSError, ValueError, OverflowError):
-        return {port: False}
-    return {port: True}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-hetero-doctor", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--module", help="import path of a LightningModule, pkg.mod:Name: its gradients are compared")
-    parser.add_argument("--data", help="import path of its DataModule, DataLoader or Dataset")
-    parser.add_argument("--backbone", help="as in strategy=hetero_pipeline")
-    parser.add_argument("--devices", type=int, help="of the Trainer, per node; default: all there are")
-    parser.add_argument("--num-nodes", type=int, help="of the Trainer")
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu"), default="auto")
-    parser.add_argument(
-        "--global-batch", type=int, help="samples per update; default: the loader's times the devices"
+    made = parser(
+        "doctor",
+        "Will this machine and this setting train, and what to do if not? The exit code is 1 if something will not.",
+        ["", "--module my_package.model:Model --data my_package.data:Data --devices 2", "--accelerator cpu --json"],
     )
-    parser.add_argument("--no-probe", dest="probe", action="store_false", help="do not measure speeds and links")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    return parser
+    made.add_argument("--module", help="import path of a LightningModule, pkg.mod:Name: its gradients are compared")
+    made.add_argument("--data", help="import path of its DataModule, DataLoader or Dataset")
+    made.add_argument("--backbone", help="attribute that holds the layers, as in strategy=hetero_pipeline")
+    made.add_argument("--devices", type=int, help="of the Trainer, per node; default: all there are")
+    made.add_argument("--num-nodes", type=int, help="of the Trainer")
+    made.add_argument("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="of the Trainer")
+    made.add_argument(
+        "--global-batch", type=int, help="samples per update; default: the loader's batch size times the devices"
+    )
+    made.add_argument("--no-probe", dest="probe", action="store_false", help="do not measure speeds and links")
+    made.add_argument("--json", action="store_true", help="print findings as JSON")
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``lightning-hetero-doctor`` and ``python -m lightning_hetero.cli.doctor``; returns its code."""
     asked = _parser().parse_args(arguments)
+    from lightning_hetero.cli.machine import find_out  # imports torch, which --help does not need
+
     findings = examine(find_out(asked))
     level = worst(findings)
     if asked.json:
-        plain: dict[str, Any] = {"level": level, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(plain, indent=1))
+        print(json.dumps({"level": level, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
         print(findings_text(findings))
     return 1 if level == "fail" else 0

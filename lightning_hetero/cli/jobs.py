@@ -27,6 +27,7 @@ from omegaconf import read_write
 from lightning_hetero.transport.awake import awake_s
 
 _LOG = logging.getLogger(__name__)
+_KILLED = "was killed by signal"
 _GRACE_S = 2.0  # for a rank that failed first, and whose failure we saw, to end with its own exit code
 _FLAGS_WITH_VALUE = {
     "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package",
@@ -131,9 +132,13 @@ def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> 
         if (text := _end(child, rank, end_s)) and rank not in tolerated
     ]
     if problems and failed:
-        _LOG.error("%s", "; ".join(problems))
+        # One that was killed may be the cause. Our launcher has said so; Lightning's answer to Ctrl-C, which kills
+        # them, is a SystemExit.
+        ours, interrupted = hasattr(launcher, "tolerated"), isinstance(sys.exc_info()[1], SystemExit)
+        told = any(_KILLED in text for text in problems) and not ours and not interrupted
+        _LOG.log(logging.ERROR if told else logging.DEBUG, "%s", "; ".join(problems))
     elif problems:
-        raise RuntimeError("; ".join(problems) + "; see that rank's messages above")
+        raise RuntimeError("; ".join(problems))
 
 
 def _end(child: subprocess.Popen[bytes], rank: int, end_s: float) -> str:
@@ -145,6 +150,8 @@ def _end(child: subprocess.Popen[bytes], rank: int, end_s: float) -> str:
         with suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE_S)
         return f"local rank {rank} had not finished and was stopped"
+    if code < 0:
+        return f"local rank {rank} {_KILLED} {-code}"
     return f"local rank {rank} ended with code {code}" if code else ""
 
 

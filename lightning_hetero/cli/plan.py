@@ -1,14 +1,12 @@
 """``lightning-hetero-plan``: what each engine would give, before anybody trains (layer A).
 
-lightning-hetero-plan cluster=islands module=my_package.model:Model datamodule=my_package.data:Data
-lightning-hetero-plan run=outputs/2026-11-22/10-00-00 'what_if=[{without: 3}]' out=plan.json
+What is asked is in ``conf/plan.yaml``, with examples. Torch is imported where a module or this machine is measured.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,25 +14,24 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.checked import real
-from lightning_hetero.cli.loading import load_data, load_module, profile_module
-from lightning_hetero.cli.ranks import probe_machine
+from lightning_hetero.cli.command import CONF, start
 from lightning_hetero.cli.report import read_run
 from lightning_hetero.cli.summary import format_table
+from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.cluster.units import bytes_text, describe_cluster
-from lightning_hetero.pipeline.fit.planning import read_cluster
-from lightning_hetero.plan.estimate import Estimate
+from lightning_hetero.plan.estimate import EngineName, Estimate
 from lightning_hetero.plan.formula import model_from_formula
-from lightning_hetero.plan.planner import Plan, check_engines, plan
+from lightning_hetero.plan.paste import command, snippet
+from lightning_hetero.plan.planner import LEFT_OUT, Plan, check_engines, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import changed, usual_changes
 from lightning_hetero.types import Cluster
 
-CONF = Path(__file__).resolve().parent / "conf"
 _FEW = 16  # devices up to which each has a line
 
 
@@ -71,6 +68,8 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
     spans: tuple[tuple[int, int], ...] = ()
     per_device: int | None = None
     if given.get("module") is not None:
+        from lightning_hetero.cli.loading import load_data, load_module, profile_module
+
         module, data = load_module(given["module"]), load_data(given.get("datamodule"), name="datamodule")
         profile = profile_module(
             module,
@@ -99,10 +98,16 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
 
 
 def _cluster(given: Mapping[str, Any]) -> tuple[Cluster, list[str]]:
-    spec = (given.get("cluster") or {}).get("spec", "probe")
-    cluster = read_cluster(spec)
-    if isinstance(cluster, Cluster):
-        return cluster, []
+    spec = (given.get("cluster") or {}).get("spec") or "probe"
+    if isinstance(spec, Mapping):
+        return cluster_from_plain(cast("Mapping[str, Any]", spec)), []
+    if spec != "probe":
+        from lightning_hetero.pipeline.fit.planning import read_cluster
+
+        return cast("Cluster", read_cluster(spec)), [f"devices as described in {spec}"]
+    from lightning_hetero.base.precision import trained_dtype
+    from lightning_hetero.cli.ranks import probe_machine
+
     cluster, backend = probe_machine(
         devices=given.get("devices"),
         accelerator=str(given.get("accelerator", "auto")),
@@ -117,11 +122,13 @@ def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str
     Raises:
         TypeError, ValueError: an unknown engine, or a change that cannot be.
     """
-    engines = tuple(given.get("engines") or ())
-    check_engines(engines)
-    asked = given.get("what_if", "auto")
+    engines = given.get("engines") or ()
+    names = [str(name).removeprefix("hetero_") for name in ([engines] if isinstance(engines, str) else engines)]
+    check_engines(names)
+    engines = cast("list[EngineName]", names)
+    found, asked = plan(setup, engines), given.get("what_if", "auto")
     if asked == "auto":
-        asked = usual_changes(setup)
+        asked = usual_changes(setup, found.chosen.resting if found.chosen is not None else ())
     elif isinstance(asked, Mapping):
         asked = [asked]
     elif not isinstance(asked, Sequence) or isinstance(asked, str):
@@ -129,20 +136,55 @@ def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str
             f"what_if={asked!r} must be 'auto', or a list of changes, e.g. [{{without: 3}}, {{batch: 2}}]"
         )
     changes = [changed(setup, change) for change in asked]
-    return plan(setup, engines), [(title, plan(other, engines)) for title, other in changes]
+    return found, [(title, plan(other, engines)) for title, other in changes]
+
+
+def to_paste(found: Estimate, given: Mapping[str, Any], cluster: Sequence[str]) -> dict[str, str | None]:
+    """Returns the set-up of an engine as Python, and as a command where module and data are the command's own.
+
+    Args:
+        found: the engine.
+        given: what was asked, the keys of ``conf/plan.yaml``.
+        cluster: the overrides that have chosen the cluster.
+    """
+    if not found.ok:
+        return {"python": None, "command": None}
+    usual = {"accelerator": "auto", "precision": "32-true"}
+    trainer = {name: given[name] for name in usual if given.get(name) not in (None, usual[name])}
+    layers = {"backbone": given["backbone"]} if found.engine == "pipeline" and given.get("backbone") else {}
+    own = [_own(group, given.get(key)) for group, key in (("model", "module"), ("data", "datamodule"))]
+    line = None
+    if None not in own:
+        emulated = "two_fast_two_slow" if "cluster=two_fast_two_slow" in cluster else "none"
+        also = [f"trainer.{name}={value}" for name, value in {"accelerator": "auto", **trainer}.items()]
+        line = command(found, [*map(str, own), *(cluster or ["cluster=probe"]), f"emulation={emulated}", *also])
+    return {"python": snippet(found, trainer, **layers), "command": line}
+
+
+def _own(group: str, given: Any) -> str | None:
+    """Returns what chooses this object in a group of ``lightning-hetero-train``; None: it is the user's."""
+    for path in sorted((CONF / group).glob("*.yaml")):
+        if given is not None and str(given).replace(":", ".") == cast("DictConfig", OmegaConf.load(path))._target_:
+            return f"{group}={path.stem}"
+    return None
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def plan_tables(found: Plan, changes: Sequence[tuple[str, Plan]]) -> str:
-    """Returns the whole answer as text."""
+def plan_tables(
+    found: Plan, changes: Sequence[tuple[str, Plan]], paste: Mapping[str, str | None] | None = None
+) -> str:
+    """Returns the whole answer as text; ``paste`` is how to train as the verdict says."""
     setup = found.setup
     parts = [describe_cluster(setup.cluster) if setup.ranks <= _FEW else f"{setup.ranks} devices", _ranking(found)]
     parts += [_details(setup, estimate) for estimate in found.estimates]
     if changes:
         parts.append(_what_if(found, changes))
-    parts.append(found.verdict)
+    parts.append(f"{found.verdict}\n{LEFT_OUT}")
+    if paste is not None and paste["python"]:
+        parts.append(f"To train this way, with your own module:\n\n{paste['python']}")
+        parts += [f"or, here:\n\n{paste['command']}"] if paste["command"] else []
     return "\n\n".join(parts)
 
 
@@ -153,10 +195,10 @@ def _ranking(found: Plan) -> str:
     header += ["per hour", "per 1M samples"] if priced else []
     rows: list[list[str]] = []
     for e in found.estimates:
-        row = [e.engine, "cannot", "-", "-", "-", "-"]
+        row = [e.strategy, "cannot train this", "-", "-", "-", "-"]
         if e.ok:
             numbers = (1e3 * e.step_s, 1e3 * e.bound_s, e.samples_per_s, 100.0 * e.idle, 1e3 * e.exchange_s)
-            row = [e.engine, *(f"{number:.4g}" for number in numbers)]
+            row = [e.strategy, *(f"{number:.4g}" for number in numbers)]
         if priced:
             row += [_money(e.money_per_hour(setup) if e.ok else math.nan), _money(e.money_per_million(setup))]
         rows.append(row)
@@ -164,15 +206,13 @@ def _ranking(found: Plan) -> str:
 
 
 def _details(setup: Setup, estimate: Estimate) -> str:
-    lines = [f"{estimate.engine}:", *(f"  {reason}" for reason in estimate.reasons)]
+    lines = [f"{estimate.strategy}:", *(f"  {reason}" for reason in estimate.reasons)]
     if estimate.ok and setup.ranks <= _FEW:
         for rank, device in enumerate(setup.cluster.devices):
             memory = estimate.memory_bytes[rank]
             held = f", {bytes_text(memory)} of {bytes_text(device.mem_bytes)}" if memory else ""
             samples, work_ms = estimate.shares[rank], 1e3 * estimate.work_s[rank]
             lines.append(f"  {setup.name(rank)}: {samples:.4g} samples, {work_ms:.4g} ms of work{held}")
-    if estimate.ok:
-        lines.append(f"  lightning-hetero-train {shlex.join(estimate.overrides)}")
     return "\n".join(lines)
 
 
@@ -180,13 +220,14 @@ def _what_if(found: Plan, changes: Sequence[tuple[str, Plan]]) -> str:
     priced = bool(found.setup.prices) or any(other.setup.prices for _, other in changes)
     header = ["what if", "engine", "ms per update", "samples/s", "against now"] + ["per 1M samples"] * priced
     rows: list[list[str]] = []
-    for title, answered in [("as it is", found), *changes]:
+    now = found.chosen.samples_per_s if found.chosen is not None else None
+    for title, answered in [("unchanged", found), *changes]:
         best = answered.chosen
-        row = [title, *["-"] * (len(header) - 1)]
+        row = [title, "no engine can train this", *["-"] * (len(header) - 2)]
         if best is not None:
-            now = found.chosen.samples_per_s if found.chosen is not None else math.nan
-            cells = [f"{1e3 * best.step_s:.4g}", f"{best.samples_per_s:.4g}", f"{best.samples_per_s / now:.2f}x"]
-            row = [title, best.engine, *cells] + [_money(best.money_per_million(answered.setup))] * priced
+            against = "-" if now is None else f"{best.samples_per_s / now:.2f}x"
+            cells = [f"{1e3 * best.step_s:.4g}", f"{best.samples_per_s:.4g}", against]
+            row = [title, best.strategy, *cells] + [_money(best.money_per_million(answered.setup))] * priced
         rows.append(row)
     return format_table(header, rows)
 
@@ -197,18 +238,23 @@ def _money(value: float) -> str:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="plan")
 def main(cfg: DictConfig) -> None:
-    """Entry point of ``lightning-hetero-plan`` and ``python -m lightning_hetero.cli.plan``."""
+    """Answers what is asked on the command line."""
     given = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    cluster = [one for one in HydraConfig.get().overrides.task if one.startswith("cluster")]
     try:
         setup, notes = read_setup(given)
         found, changes = answer(setup, given)
-    except (TypeError, ValueError, FileNotFoundError, RuntimeError) as error:
+        paste = to_paste(found.chosen, given, cluster) if found.chosen is not None else None
+        if given.get("out") is not None:
+            plain = found.as_plain()
+            for one, name in zip(plain["estimates"], found.estimates, strict=True):
+                one |= to_paste(name, given, cluster)
+            others = [{"title": title, **other.as_plain()} for title, other in changes]
+            Path(str(given["out"])).write_text(json.dumps({**plain, "what_if": others}, indent=1) + "\n")
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
         sys.exit(f"lightning-hetero-plan: {error}")
-    print("\n".join([*notes, plan_tables(found, changes)]), flush=True)
-    if given.get("out") is not None:
-        others = [{"title": title, **other.as_plain()} for title, other in changes]
-        Path(str(given["out"])).write_text(json.dumps({**found.as_plain(), "what_if": others}, indent=1) + "\n")
+    print("\n".join([*notes, plan_tables(found, changes, paste)]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    start("plan")

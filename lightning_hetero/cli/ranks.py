@@ -113,7 +113,7 @@ def probe_machine(
     if accelerator == "gpu" and not gpus:
         raise ValueError("accelerator='gpu', but torch sees no GPU on this machine: is its wheel built for CUDA?")
     if devices is not None and (devices < 1 or (gpus and devices > gpus)):
-        raise ValueError(f"devices={devices} must be 1 to {gpus or 'as many processes as you like'}")
+        raise ValueError(f"devices={devices} must be {f'1 to {gpus}' if gpus else '>= 1'}")
     count = devices or gpus or _CPU_RANKS
     kind = "gpu" if gpus else "cpu"
     setting = {"accelerator": kind, "dtype": str(dtype).removeprefix("torch.")}

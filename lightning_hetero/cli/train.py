@@ -35,6 +35,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import read_if_there, read_result, write_report
+from lightning_hetero.cli.screen import JobScreen, OnScreen, ending_in_words
 from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
@@ -50,13 +51,19 @@ CONF = Path(__file__).resolve().parent / "conf"
 def new_folder(wanted: str) -> str:
     """Makes a folder that nobody has made before, ``wanted``, or with ``-1``, ``-2``, ... behind; returns its path."""
     path, number = wanted, 0
-    Path(wanted).parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with suppress(FileExistsError):
-            os.mkdir(path)
-            return path
-        number += 1
-        path = f"{wanted}-{number}"
+    try:
+        Path(wanted).parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with suppress(FileExistsError):
+                os.mkdir(path)
+                return path
+            number += 1
+            path = f"{wanted}-{number}"
+    except OSError as error:  # not an Exception from here on: Hydra would tell of it in a page
+        raise SystemExit(
+            f"no folder can be made in {Path(wanted).parent.absolute()} ({error.strerror}): choose another one with"
+            " hydra.run.dir=FOLDER, or for -m with hydra.sweep.dir=FOLDER"
+        ) from None
 
 
 OmegaConf.register_new_resolver("hetero_new_folder", new_folder, use_cache=True, replace=True)
@@ -121,8 +128,12 @@ class ComparisonTable(HydraCallback):
             say("\n" + comparison_table(results))
 
 
-def run_job(cfg: DictConfig) -> float | None:
+def run_job(cfg: DictConfig, screen: JobScreen) -> float | None:
     """Trains one composed configuration and returns its validation metric.
+
+    Args:
+        cfg: the configuration.
+        screen: of this process.
 
     Returns:
         The value of ``cfg.metric.name``; None on ranks other than 0, and if nothing of that name was logged.
@@ -134,7 +145,7 @@ def run_job(cfg: DictConfig) -> float | None:
         seed_everything(cfg.seed, workers=True)
     output_dir = Path(cfg.paths.output_dir)
     model, data = build(cfg.model), build(cfg.data)
-    trainer = make_trainer(cfg, output_dir)
+    trainer = make_trainer(cfg, output_dir, OnScreen(screen))
     failed = True
     try:
         trainer.fit(model, datamodule=data)
@@ -149,9 +160,11 @@ def run_job(cfg: DictConfig) -> float | None:
     clock = next(callback for callback in compat.trainer_callbacks(trainer) if isinstance(callback, FitClock))
     result = collect_result(cfg, clock, metrics)
     write_file(clock.path, json.dumps(result, indent=2) + "\n")
-    say(job_report(result))
+    summary = job_report(result)
     if Path(cfg.paths.events_dir).is_dir():
-        say(f"report: {report_of(cfg, output_dir)}")
+        summary += f"\nreport: {report_of(cfg, output_dir)}"
+    say(summary)
+    _LOG.info("%s", summary, extra={"shown": True})
     return result["metric"]["value"]
 
 
@@ -183,17 +196,19 @@ def check_groups(cfg: DictConfig, strategy: Any) -> None:
         )
 
 
-def make_trainer(cfg: DictConfig, output_dir: Path) -> Trainer:
-    """Returns the trainer with the configured strategy, loggers, callbacks and emulated devices."""
+def make_trainer(cfg: DictConfig, output_dir: Path, *more: Callback) -> Trainer:
+    """Returns the trainer with the configured strategy, loggers, callbacks, ``more`` of them, and emulated devices."""
     strategy = build(cfg.strategy)
     check_groups(cfg, strategy)
     callbacks = [build(callback) for callback in (cfg.callbacks or {}).values() if callback is not None]
-    callbacks.append(FitClock(output_dir / RESULT_FILE))
+    callbacks += [FitClock(output_dir / RESULT_FILE), *more]
     scenario = build(cfg.emulation.scenario) if cfg.emulation else None
     if scenario is not None:
         callbacks.append(ThrottleCallback(scenario))
     loggers = [build(logger) for logger in (cfg.logger or {}).values() if logger is not None]
-    return build(cfg.trainer, strategy=strategy, callbacks=callbacks, logger=loggers or False)
+    bar = cfg.trainer.get("enable_progress_bar")
+    given = {"strategy": strategy, "callbacks": callbacks, "logger": loggers or False}
+    return build(cfg.trainer, **given, enable_progress_bar=sys.stdout.isatty() if bar is None else bar)
 
 
 def final_metrics(trainer: Trainer, model: LightningModule, data: Any, wanted: str) -> dict[str, float]:
@@ -255,7 +270,9 @@ def main(cfg: DictConfig) -> float | None:
     for message in UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     with isolated_job(cfg.threads_per_rank):
-        return run_job(cfg)
+        screen = JobScreen(Path(cfg.paths.output_dir) / f"{HydraConfig.get().job.name}.log")
+        with ending_in_words(screen):
+            return run_job(cfg, screen)
 
 
 if __name__ == "__main__":

@@ -121,15 +121,15 @@ class ModuleFacts:
         param_bytes: of its parameters.
         parity: gradients.
         verdict: of the planner; empty: it was not asked.
-        gain: of the engine it chose over stock DDP.
-        engine: that it chose.
+        engine: that it chose; empty: stock DDP, or none.
+        python: what to write in the place of one's own Trainer, for that engine.
     """
 
     param_bytes: float = 0.0
     parity: tuple[Parity, ...] = ()
     verdict: str = ""
-    gain: float = 1.0
     engine: str = ""
+    python: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ _SPREAD = 1.05  # fastest over slowest, from which on devices are unequal: the p
 _SLOW_LINK = 4.0  # fastest over slowest
 _EXACT = 1e-9  # relative, in float64
 _ALONE = "one process"
+PLAN_COMMAND = "lightning-hetero-plan module=my_package.model:Model datamodule=my_package.data:Data"
 
 
 def speeds(facts: Facts) -> list[Finding]:
@@ -28,7 +29,7 @@ def speeds(facts: Facts) -> list[Finding]:
         return [fine(check, f"{shown}: equal within the probe's tolerance")]
     waited = 100.0 * (1.0 - sum(min(values) / value for value in values) / len(values))
     text = f"{shown}: with equal shares stock DDP waits for {waited:.0f} % of the device-seconds"
-    return [fine(check, text, "lightning-hetero-plan says what each engine would gain")]
+    return [fine(check, text, f"{PLAN_COMMAND} says what each engine would gain")]
 
 
 def links(facts: Facts) -> list[Finding]:
@@ -88,7 +89,7 @@ def parity(facts: Facts) -> list[Finding]:
 
 
 def _parity_of(one: Parity) -> Finding:
-    check = f"gradients, {one.engine}"
+    check = f"gradients, {one.engine if one.engine == 'ddp' else f'hetero_{one.engine}'}"
     if one.problem:
         say = warning if one.engine != "ddp" else failing
         return say(check, one.problem, "the message says what the engine cannot do with this module; others may")
@@ -109,9 +110,7 @@ def verdict(facts: Facts) -> list[Finding]:
     if any(one.engine == module.engine and (one.problem or not one.error <= _EXACT) for one in module.parity):
         advice = "the planner's choice is by time alone: see its gradients above before using it"
         return [warning("verdict", module.verdict, advice)]
-    advice = f"Trainer(strategy='hetero_{module.engine}'); lightning-hetero-plan shows the others"
-    gains = module.gain > 1.0 and module.engine not in ("", "ddp")
-    return [fine("verdict", module.verdict, advice if gains else "")]
+    return [fine("verdict", module.verdict, module.python and f"to train this way:\n\n{module.python}")]
 
 
 CHECKS = (

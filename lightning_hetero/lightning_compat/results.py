@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
@@ -27,6 +31,20 @@ def show_on_progress_bar(trainer: Trainer, name: str, value: str) -> None:
     them reduces over ranks at an epoch's end.
     """
     trainer._logger_connector._progress_bar_metrics[name] = value  # pyright: ignore[reportArgumentType]
+
+
+def tell_past_bar(text: str) -> None:
+    """As ``rank_zero_info``, above a progress bar that is being drawn, not into it.
+
+    A bar of tqdm is cleared for the moment; one of Rich takes in what is written to ``sys.stderr`` meanwhile, which is
+    not what Lightning's handlers have kept.
+    """
+    handlers = [h for h in logging.getLogger("lightning.fabric").handlers if type(h) is logging.StreamHandler]
+    with tqdm.external_write_mode():
+        before = [(handler, stream) for handler in handlers if (stream := handler.setStream(sys.stderr)) is not None]
+        rank_zero_info(text)
+        for handler, stream in before:
+            handler.setStream(stream)
 
 
 def reduced_names(trainer: Trainer) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lightning_hetero.checked import finite_or_none
 from lightning_hetero.plan.setup import Setup
@@ -21,14 +21,15 @@ class Estimate:
 
     Attributes:
         engine: its name.
-        step_s: time of an update in the steady state; ``inf``: it cannot train so, see ``reasons`` [s].
+        step_s: time of an update in the steady state; ``inf``: it cannot train this, see ``reasons`` [s].
         bound_s: nothing that the engine may decide is faster [s].
         work_s: own work by rank per update [s].
         shares: samples by rank per update, means where they change.
         memory_bytes: by rank, of the model's state and activations; 0: not known.
         exchange_s: part of the step for gradients on wires.
         reasons: what decides, in sentences.
-        settings: of ``lightning-hetero-train``, beside the strategy and the devices, that train so.
+        arguments: of the strategy's constructor, as plain values.
+        batch_size: of the loader, per device, where the strategy has no global one; None: any.
         plan: of the pipeline engine.
     """
 
@@ -40,7 +41,8 @@ class Estimate:
     memory_bytes: tuple[float, ...] = ()
     exchange_s: float = 0.0
     reasons: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    batch_size: int | None = None
     plan: PipelinePlan | None = None
 
     @property
@@ -49,17 +51,14 @@ class Estimate:
         return "ddp" if self.engine == "ddp" else f"hetero_{self.engine}"
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        """Arguments of ``lightning-hetero-train`` that train so; none if it cannot."""
-        if not self.ok:
-            return ()
-        settings = {"strategy": self.strategy, "trainer.devices": len(self.work_s), **self.settings}
-        return tuple(f"{name}={hydra_text(value)}" for name, value in settings.items())
+    def ok(self) -> bool:
+        """Whether it can train this at all."""
+        return math.isfinite(self.step_s)
 
     @property
-    def ok(self) -> bool:
-        """Whether it can train so at all."""
-        return math.isfinite(self.step_s)
+    def resting(self) -> tuple[int, ...]:
+        """Ranks that are given no work."""
+        return tuple(rank for rank, seconds in enumerate(self.work_s) if seconds == 0.0)
 
     @property
     def idle(self) -> float:
@@ -88,7 +87,7 @@ class Estimate:
     def as_plain(self, setup: Setup) -> dict[str, Any]:
         """Returns strict JSON values; what is not known or infinite is None."""
         return {
-            "engine": self.engine,
+            "engine": self.strategy,
             "ok": self.ok,
             "step_s": finite_or_none(self.step_s),
             "bound_s": self.bound_s,
@@ -111,24 +110,9 @@ class Estimate:
             ],
             "plan": None if self.plan is None else plan_to_plain(self.plan),
             "reasons": list(self.reasons),
-            "overrides": list(self.overrides),
         }
 
 
-def hydra_text(value: Any) -> str:
-    """Returns a plain value as Hydra's command line takes it.
-
-    >>> hydra_text({"groups": [{"ranks": (1, 0), "samples": 10}]})
-    '{groups:[{ranks:[1,0],samples:10}]}'
-    """
-    if isinstance(value, Mapping):
-        items = cast("Mapping[str, Any]", value).items()
-        return f"{{{','.join(f'{name}:{hydra_text(item)}' for name, item in items)}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(hydra_text, cast('list[Any]', value)))}]"
-    return str(value)
-
-
 def impossible(engine: EngineName, *reasons: str) -> Estimate:
-    """Returns the estimate of an engine that cannot train so, and why."""
+    """Returns the estimate of an engine that cannot train this, and why."""
     return Estimate(engine=engine, step_s=math.inf, reasons=reasons)

@@ -64,7 +64,7 @@ def ddp(setup: Setup) -> Estimate:
         engine="ddp", step_s=last_s + setup.exchange(), bound_s=last_s + setup.exchange(), work_s=work_s,
         shares=(float(share),) * ranks, memory_bytes=(setup.memory_bytes(share),) * ranks,
         exchange_s=setup.exchange(), reasons=(reason, uneven) if setup.global_batch % ranks else (reason,),
-        settings={"data.batch_size": share},
+        batch_size=share,
     )  # fmt: skip
 
 
@@ -81,9 +81,9 @@ def balanced(setup: Setup) -> Estimate:
     shares = policy.shares
     work_s = tuple(map(_in_pieces_s, costs, shares, caps))
     reasons = [_said(setup, work_s, shares, steps)]
-    settings: dict[str, Any] = {"strategy.global_batch_size": batch}
+    arguments: dict[str, Any] = {"global_batch_size": batch}
     if setup.min_samples is not None:
-        settings["strategy.min_samples"] = setup.min_samples
+        arguments["min_samples"] = setup.min_samples
     pieced = [rank for rank, (n, most) in enumerate(zip(shares, caps, strict=True)) if n > most]
     full = [rank for rank, (n, most) in enumerate(zip(shares, caps, strict=True)) if n == most < batch]
     if pieced:
@@ -92,7 +92,7 @@ def balanced(setup: Setup) -> Estimate:
     elif full:
         reasons.append(f"memory limits the share of {', '.join(map(setup.name, full))}")
     if not pieced and min(caps) < batch:
-        settings["strategy.max_samples"] = caps
+        arguments["max_samples"] = list(caps)
     free = minimax(costs, batch, upper=caps)
     if not pieced and free.ok and max(work_s) > (1.0 + _NOTABLE) * free.makespan_s:
         reasons.append(
@@ -109,7 +109,7 @@ def balanced(setup: Setup) -> Estimate:
         engine="balanced", step_s=step_s + exchange_s,
         bound_s=minimax(costs, batch).lower_bound_s + exchange_s, work_s=work_s,
         shares=tuple(map(float, shares)), memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
-        exchange_s=exchange_s, reasons=tuple(reasons), settings=settings,
+        exchange_s=exchange_s, reasons=tuple(reasons), arguments=arguments,
     )  # fmt: skip
 
 
@@ -162,5 +162,5 @@ def _too_large(setup: Setup, rank: int, share: int, most: int) -> str:
     parts = math.ceil(share / most)
     return (
         f"{setup.name(rank)} holds {most} samples beside the model, its equal share is {share}:"
-        f" data.batch_size={-(-share // parts)} with trainer.accumulate_grad_batches={parts} would fit"
+        f" batch_size={-(-share // parts)} with accumulate_grad_batches={parts} would fit"
     )

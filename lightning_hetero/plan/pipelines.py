@@ -49,7 +49,7 @@ def pipeline(setup: Setup) -> Estimate:
         bound_s=min(plan.lower_bound_s, step_s), work_s=seconds, shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)), exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan)),
-        settings={"strategy.global_batch_size": setup.global_batch, "strategy.plan": _plan_setting(plan)},
+        arguments={"global_batch_size": setup.global_batch, "plan": _plan_setting(plan)},
         plan=plan,
     )  # fmt: skip
 
@@ -59,10 +59,10 @@ def _plan_setting(plan: PipelinePlan) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for group in plan.groups:
         size = max(group.micro_batches)
-        sizes: dict[str, Any] = {"micro_batches": group.micro_batches}
+        sizes: dict[str, Any] = {"micro_batches": list(group.micro_batches)}
         if micro_batches_of(group.samples, size) == group.micro_batches:
             sizes = {"samples": group.samples, "micro_samples": size}
-        groups.append({"ranks": group.ranks, "cuts": group.cuts, **sizes, "depths": group.depths})
+        groups.append({"ranks": list(group.ranks), "cuts": list(group.cuts), **sizes, "depths": list(group.depths)})
     return {"groups": groups}
 
 

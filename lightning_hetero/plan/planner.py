@@ -14,6 +14,7 @@ from lightning_hetero.plan.parallel import balanced, ddp
 from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.stale import stale
+from lightning_hetero.plan.what_if import without
 
 ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
     "ddp": ddp,
@@ -25,6 +26,10 @@ ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
 
 _ALIKE = 0.02  # of the throughput: less is not worth another engine
 _ALIKE_STALE = 0.10  # nor is so much, where updates become others
+_SHORT_S = 3e-3  # README: of shorter steps, what is left out here is too large a part
+
+LEFT_OUT = "Not counted: data loading, the optimizer's step and the framework's own time."
+"""What each of the times is without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,23 +38,51 @@ class Plan:
 
     Attributes:
         setup: what was asked.
-        estimates: those that can train so first, the fastest at the top.
+        estimates: those that can train this first, the fastest at the top.
         chosen: the engine to take; None: none can train.
+        base: stock DDP, on the devices that do not rest under ``chosen``; None: it was not asked about.
         verdict: in a sentence.
     """
 
     setup: Setup
     estimates: tuple[Estimate, ...]
     chosen: Estimate | None
-    verdict: str
+    base: Estimate | None
 
     @property
     def gain(self) -> float:
-        """Throughput of the chosen engine over stock DDP's; NaN if one of them cannot train."""
-        base = next((e for e in self.estimates if e.engine == "ddp" and e.ok), None)
-        if base is None or self.chosen is None:
+        """Throughput of the chosen engine over that of ``base``; NaN if one of them cannot train."""
+        if self.base is None or not self.base.ok or self.chosen is None:
             return math.nan
-        return self.chosen.samples_per_s / base.samples_per_s
+        return self.chosen.samples_per_s / self.base.samples_per_s
+
+    @property
+    def too_short(self) -> bool:
+        """Whether updates are so short that what is left out of the times decides."""
+        return self.chosen is not None and self.chosen.step_s < _SHORT_S
+
+    @property
+    def verdict(self) -> str:
+        """What to take, in a sentence, with the limits that it has."""
+        chosen, base = self.chosen, self.base
+        if chosen is None:
+            return "no engine can train this: " + "; ".join(e.reasons[0] for e in self.estimates if e.reasons)
+        text = (
+            f"strategy={chosen.strategy}: {chosen.step_s * 1e3:.1f} ms per update, {chosen.samples_per_s:.4g} samples/s"
+        )
+        if self.too_short:
+            return (
+                f"{text}: too short to plan. Below about {_SHORT_S * 1e3:.0f} ms what is not counted decides: make"
+                " updates longer (a larger batch or model), or stay with DDP"
+            )
+        rest = ", ".join(map(self.setup.name, chosen.resting))
+        on = f" on the same {len(base.work_s)} devices" if rest and base is not None else ""
+        if base is not None and chosen.engine == "ddp":
+            text += "; stay with DDP: no engine is enough faster to justify the change"
+        elif base is not None:
+            ahead = f", {self.gain:.2f} times as fast as stock DDP{on}"
+            text += ahead if base.ok else f"; stock DDP cannot train this: {base.reasons[0]}"
+        return f"{text}; leave out what rests: {rest}" if rest else text
 
     def as_plain(self) -> dict[str, Any]:
         """Returns strict JSON values."""
@@ -57,7 +90,7 @@ class Plan:
             "global_batch": self.setup.global_batch,
             "cluster": cluster_to_plain(self.setup.cluster),
             "verdict": self.verdict,
-            "engine": None if self.chosen is None else self.chosen.engine,
+            "engine": None if self.chosen is None else self.chosen.strategy,
             "gain": finite_or_none(self.gain),
             "estimates": [estimate.as_plain(self.setup) for estimate in self.estimates],
         }
@@ -80,8 +113,11 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
     check_engines(engines)
     estimates = [ENGINES[name](setup) for name in ENGINES if name in engines]
     chosen = _choose(estimates, pipeline_ahead)
+    base = next((estimate for estimate in estimates if estimate.engine == "ddp"), None)
+    if base is not None and base.ok and chosen is not None and chosen.resting:
+        base = ddp(without(setup, chosen.resting))
     estimates.sort(key=lambda estimate: -estimate.samples_per_s)
-    return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, verdict=_verdict(estimates, chosen))
+    return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, base=base)
 
 
 def check_engines(engines: Sequence[str]) -> None:
@@ -91,7 +127,8 @@ def check_engines(engines: Sequence[str]) -> None:
         ValueError: there are none, or an unknown one.
     """
     if not engines or set(engines) - set(ENGINES):
-        raise ValueError(f"engines={list(engines)!r} must be one or more of {', '.join(ENGINES)}")
+        known = ", ".join(name if name == "ddp" else f"hetero_{name}" for name in ENGINES)
+        raise ValueError(f"engines={list(engines)!r} must be one or more of {known}")
 
 
 def _choose(estimates: Sequence[Estimate], pipeline_ahead: float) -> Estimate | None:
@@ -104,17 +141,3 @@ def _choose(estimates: Sequence[Estimate], pipeline_ahead: float) -> Estimate | 
     if other is not None and other.samples_per_s > (1.0 + _ALIKE_STALE) * best:
         return other
     return chosen
-
-
-def _verdict(estimates: Sequence[Estimate], chosen: Estimate | None) -> str:
-    if chosen is None:
-        return "no engine can train so: " + "; ".join(e.reasons[0] for e in estimates if e.reasons)
-    base = next((e for e in estimates if e.engine == "ddp"), None)
-    text = f"strategy={chosen.strategy}: {chosen.step_s * 1e3:.1f} ms per update, {chosen.samples_per_s:.4g} samples/s"
-    if base is None:
-        return text
-    if chosen is base:
-        return f"{text}; no other engine gains as much as it changes"
-    if not base.ok:
-        return f"{text}; stock DDP cannot train so: {base.reasons[0]}"
-    return f"{text}, {chosen.samples_per_s / base.samples_per_s:.2f} times stock DDP's"

@@ -46,7 +46,7 @@ def stale(setup: Setup) -> Estimate:
         engine="stale", step_s=step_s, bound_s=max(computed_s, port_s),
         work_s=tuple(min(seconds, step_s) for seconds in work_s), shares=tuple(n * scale for n in shares),
         memory_bytes=tuple(map(setup.memory_bytes, shares)), exchange_s=max(transfers_s),
-        reasons=tuple(reasons), settings={"strategy.global_batch_size": batch},
+        reasons=tuple(reasons), arguments={"global_batch_size": batch},
     )  # fmt: skip
 
 

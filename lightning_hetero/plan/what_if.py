@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from lightning_hetero.checked import is_list, real
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster, ranks_named, relinked
-from lightning_hetero.plan.estimate import hydra_text
+from lightning_hetero.plan.paste import hydra_text
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import Cluster, Link
 
@@ -24,8 +24,9 @@ _KINDS = ("without", "add", "links", "batch", "speed", "price")
 _FEW = 16  # devices up to which each kind of them is tried to be left out
 
 
-def usual_changes(setup: Setup) -> list[dict[str, Any]]:
-    """Returns what people ask first: each kind of device left out, slowest first, and the batch doubled.
+def usual_changes(setup: Setup, resting: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Returns what people ask first: each kind of device that does not rest left out, slowest first, and the batch
+    doubled.
 
     >>> from lightning_hetero.types import AffineCost
     >>> devices = [{"name": "fast", "count": 2}, {"name": "old", "speed": 0.25}]
@@ -38,6 +39,8 @@ def usual_changes(setup: Setup) -> list[dict[str, Any]]:
     costs = setup.step_costs()
     each = setup.global_batch / setup.ranks
     for rank, device in enumerate(setup.cluster.devices):
+        if rank in resting:
+            continue
         price = setup.prices[rank] if setup.prices else 0.0
         kinds[costs[rank].seconds(each), device.mem_bytes, price] = rank  # the last one of each kind
     slowest_first = [rank for _, rank in sorted(kinds.items(), key=lambda item: -item[0][0])]

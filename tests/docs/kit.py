@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -41,6 +42,13 @@ def rows(text: str) -> list[list[str]]:
     dropped = {*heads, *(i + 1 for i in heads)}
     kept = [line for i, line in enumerate(lines) if i not in dropped]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
+
+
+def source_strings() -> list[str]:
+    """Returns all texts in the package's code, cut where an f-string inserts a value."""
+    trees = (ast.parse(file.read_text()) for file in sorted((ROOT / "lightning_hetero").rglob("*.py")))
+    constants = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 class Engine(NamedTuple):

@@ -26,6 +26,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.cli.summary import comparison_table
 from lightning_hetero.cli.train import check_groups
 from tests.docs.kit import PAGES, REFERENCE, ROOT, THEORY
 
@@ -58,6 +59,11 @@ def blocks_of(page: Path, text: str) -> Iterator[Block]:
         line = text[: match.start("code")].count("\n") + 1
         code = inspect.cleandoc(match["code"]) if match["indent"] else match["code"]
         yield Block(page, line, match["info"], match["mark"], code)
+
+
+def one_line(code: str) -> str:
+    """Joins what a backslash continues in the next line."""
+    return re.sub(r" *\\\n\s*", " ", code)
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
@@ -114,7 +120,7 @@ COMMANDS = sorted(
         tuple(word for word in shlex.split(found, comments=True) if word not in ("-m", "--cfg", "job"))
         for block in BLOCKS
         if block.info == "bash"
-        for found in re.findall(r"lightning-hetero-train +(\S.*)$", block.code, flags=re.M)
+        for found in re.findall(r"lightning-hetero-train +(\S.*)$", one_line(block.code), flags=re.M)
         if not found.startswith("#") and "NAME" not in found
     }
 )
@@ -141,6 +147,25 @@ def test_no_block_is_left_open() -> None:
     for page in PAGES:
         fences = re.findall(r"^ *```", page.read_text(), flags=re.M)
         assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), page.name
+
+
+def test_the_test_command_is_the_same_everywhere() -> None:
+    (readme,) = [block.code for block in BLOCKS if block.page.name == "README.md" and "pytest" in block.code]
+    (contributing,) = [b.code for b in BLOCKS if b.page.name == "CONTRIBUTING.md" and "pytest -n" in b.code]
+    script = (ROOT / ".ci/run").read_text().partition('cd "$(dirname "$0")/.."\n\n')[2]
+    assert readme == contributing == script
+
+
+def test_the_readmes_lines_are_short_and_its_table_is_the_commands() -> None:
+    readme = [block for block in BLOCKS if block.page.name == "README.md"]
+    for block in readme:
+        assert block.info == "text" or max(map(len, block.code.splitlines())) <= 80, str(block)
+    (printed,) = [block.code.splitlines() for block in readme if block.info == "text"]
+    ranks = [{"share": 0.25, "compute_s": 1.0, "wait_s": 1.0}]
+    result = {"fit_s": 1.0, "metric": {"name": "val_acc", "value": 0.9}, "ranks": ranks}
+    head = re.split(r" {2,}", comparison_table([result]).splitlines()[0].strip())
+    assert re.split(r" {2,}", printed[0].strip()) == head
+    assert [line.split()[1] for line in printed[2:]] == ["ddp", "hetero_balanced", "hetero_stale"]
 
 
 # ---- length ----------------------------------------------------------------------------------------

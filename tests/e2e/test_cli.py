@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
-from tests.e2e.programs import left_in, run, two_at_a_time
+from tests import warm
+from tests.e2e.programs import environ, left_in, run, two_at_a_time
 
 RANK_TABLE = "rank  samples/s"
 COMPARISON = "job  strategy"
@@ -56,6 +60,13 @@ def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -
     assert {"timeline", "spent", "what-if", "scores"} <= set(re.findall(r'<section id="([\w-]+)"', page))
     assert json.loads((tmp_path / directory / "perfetto.json").read_text())["traceEvents"]
     assert f"report: {tmp_path / directory / 'report.html'}" in done.stdout
+    # Lightning's advice and the other ranks are in the one log; the summary is in both places
+    said = (tmp_path / directory / "train.log").read_text()
+    assert "[rank 1]" in said and "Initializing distributed: GLOBAL_RANK: 1" in said and RANK_TABLE in said
+    assert "Initializing distributed" not in done.stderr and "Seed set" not in done.stdout + done.stderr
+    assert not [path for path in (tmp_path / directory).rglob("*") if path.is_file() and not path.stat().st_size]
+    with open(tmp_path / directory / "csv" / "metrics.csv") as file:
+        assert len(file.readline().split(",")) < 10
 
 
 @pytest.mark.long
@@ -84,7 +95,6 @@ def test_a_multirun_repeats_nothing_and_ends_with_one_comparison(tmp_path: Path)
         expected = {"0": "DDPStrategy", "1": "LoadBalancedStrategy", "2": "BoundedStalenessStrategy"}[job]
         assert config["strategy"]["_target_"].rpartition(".")[2] == expected
         assert sorted(rank["rank"] for rank in result["ranks"]) == [0, 1]
-        assert (tmp_path / "sweep" / job / "train_ddp_process_1.log").exists()
 
 
 @pytest.mark.long
@@ -111,16 +121,55 @@ def test_a_metric_that_training_did_not_log_is_validated_at_the_end(tmp_path: Pa
     assert RANK_TABLE not in done.stdout and "val_acc" in done.stdout
 
 
+def check_failed(done: subprocess.CompletedProcess[str], folder: Path, first: str) -> None:
+    """The cause is on the screen, first and once; tracebacks are in the log."""
+    assert done.returncode != 0 and RANK_TABLE not in done.stdout and not (folder / "result.json").exists()
+    told = [line for line in done.stderr.splitlines() if line and "shares " not in line]
+    assert re.match(first, told[0]) and sum(first in line for line in told) == 1, done.stderr
+    assert len(told) <= 6 and "Traceback" not in done.stderr, done.stderr
+    assert f"tracebacks of all ranks: {folder / 'train.log'}" in told
+    assert "Traceback" in (folder / "train.log").read_text()
+
+
+def test_a_failing_rank_and_ctrl_c(tmp_path: Path) -> None:
+    def interrupted() -> subprocess.CompletedProcess[str]:
+        (tmp_path / "screen").touch()
+        with open(tmp_path / "screen", "r+") as screen:
+            options = ["debug=fast", "strategy=hetero_balanced", "trainer.max_epochs=9999", "hydra.run.dir=endless"]
+            command = ["-m", "lightning_hetero.cli.train", *options]
+            process = warm.start(command, tmp_path, environ(), screen.fileno(), screen.fileno())
+            job = psutil.Process(process.pid)
+            while process.poll() is None and not list(tmp_path.glob("endless/checkpoints/*")):
+                time.sleep(0.05)
+            for rank in (job, *job.children(recursive=True)):  # as a terminal does
+                if rank.cwd() == str(tmp_path):  # not one that waits to become a rank
+                    rank.send_signal(signal.SIGINT)
+            return subprocess.CompletedProcess(command, process.wait(60.0), (tmp_path / "screen").read_text())
+
+    broken = partial(train, "debug=fast", "strategy=hetero_balanced", FAULT % (1, "exception"), "hydra.run.dir=broken")
+    done = {name: job.result() for name, job in two_at_a_time({"broken": broken, "ctrl-c": interrupted}).items()}
+    check_failed(done["broken"], tmp_path / "broken", "rank 1 failed: RuntimeError: scripted fault")
+    assert done["ctrl-c"].returncode == 130
+    assert done["ctrl-c"].stdout.splitlines()[-1] == "interrupted: all ranks have been stopped"
+    assert "Traceback" not in done["ctrl-c"].stdout
+
+
 @pytest.mark.long
-def test_a_failing_rank_fails_the_command(tmp_path: Path) -> None:
-    faults = {"1-exception": (1, "exception"), "1-kill": (1, "kill"), "0-exception": (0, "exception")}
-    jobs = {name: partial(train, "debug=fast", FAULT % f, f"hydra.run.dir={name}") for name, f in faults.items()}
-    done = {name: future.result() for name, future in two_at_a_time(jobs).items()}
-    assert job_directories(tmp_path) == sorted(faults)
-    for name, command in done.items():
-        assert command.returncode != 0, name
-        assert RANK_TABLE not in command.stdout, name
-        assert not (tmp_path / name / "result.json").exists(), name
+def test_other_failing_ranks(tmp_path: Path) -> None:
+    faults = {
+        ("ddp", 1, "exception"): "rank 1 failed: RuntimeError: scripted fault",
+        ("ddp", 1, "kill"): "local rank 1 was killed by signal 9",
+        ("ddp", 0, "exception"): "rank 0 failed: RuntimeError: scripted fault",
+        ("hetero_balanced", 1, "kill"): "local rank 1 ended with code -9; everybody ends",
+    }
+    jobs = {
+        (strategy, rank, kind): partial(
+            train, "debug=fast", f"strategy={strategy}", FAULT % (rank, kind), f"hydra.run.dir={strategy}-{rank}-{kind}"
+        )
+        for strategy, rank, kind in faults
+    }
+    for case, done in two_at_a_time(jobs).items():
+        check_failed(done.result(), tmp_path / "-".join(map(str, case)), faults[case])
 
 
 def test_a_lost_rank_does_not_fail_the_command_where_the_others_go_on(tmp_path: Path) -> None:
@@ -141,3 +190,10 @@ def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "no_such_strategy" in done.stderr and "ddp" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_one_line_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "outputs").touch()
+    done = train()
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(r"no folder can be made in .*/outputs.* \(.*\): .* hydra\.run\.dir=FOLDER.*\n", done.stderr)

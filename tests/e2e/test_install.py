@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetero import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", ".gitignore")
 FOLDERS = ("lightning_hetero", "conf")
@@ -124,10 +126,11 @@ def stranger(tmp_path: Path) -> Path:
 
 def test_the_wheel_contains_every_config_the_plugin_the_licence_and_the_commands(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
-    names, info = set(archive.namelist()), "lightning_hetero-0.1.0.dist-info"
+    names, info = set(archive.namelist()), f"lightning_hetero-{__version__}.dist-info"
     commands = archive.read(f"{info}/entry_points.txt").decode()
-    for name in ("train", "plan", "doctor", "report"):
-        assert f"lightning-hetero-{name} = lightning_hetero.cli.{name}:main" in commands
+    places = {"train": "command:train", "plan": "command:plan", "doctor": "doctor:main", "report": "report:main"}
+    for name, place in places.items():
+        assert f"lightning-hetero-{name} = lightning_hetero.cli.{place}" in commands
     assert f"{info}/licenses/LICENSE" in names
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")]
     configs = {f"lightning_hetero/{file}" for file in files}

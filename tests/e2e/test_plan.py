@@ -17,9 +17,12 @@ def test_a_module_is_measured_and_planned_for_a_cluster(tmp_path: Path) -> None:
     command = ["-m", "lightning_hetero.cli.plan", "cluster=two_fast_two_slow", *DIGITS, "out=plan.json"]
     done = run(command, tmp_path, timeout_s=120.0)
     assert done.returncode == 0, done.stderr
-    assert "DigitsCNN measured here, as 9 layers" in done.stdout and "lightning-hetero-train strategy=" in done.stdout
+    assert "DigitsCNN measured here, as 9 layers" in done.stdout
+    assert "\nlightning-hetero-train model=digits data=digits cluster=two_fast_two_slow emulation=two" in done.stdout
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["global_batch"] == 64 and len(found["estimates"]) == 4 and found["engine"] in found["verdict"]
+    able = [estimate for estimate in found["estimates"] if estimate["ok"]]
+    assert all(e["python"] and e["command"].startswith("lightning-hetero-train ") for e in able)
     assert [change["title"] for change in found["what_if"]][-1] == "2 x the batch (128 samples)"
     assert all(d["memory_bytes"] > 0 for e in found["estimates"] for d in e["devices"] if d["work_s"] > 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json"] and left_in(tmp_path) == []
@@ -34,4 +37,9 @@ def test_this_machine_is_probed_and_a_mistake_is_one_line(tmp_path: Path) -> Non
     assert "cpu:0" in done.stdout and "cpu:1" in done.stdout
     wrong = run(["-m", "lightning_hetero.cli.plan", formula, "cluster=equal4"], tmp_path)
     assert wrong.returncode == 1 and wrong.stderr.strip().startswith("lightning-hetero-plan: global_batch=null")
-    assert "Traceback" not in wrong.stderr and left_in(tmp_path) == []
+    assert "Traceback" not in wrong.stderr
+    unknown = run(["-m", "lightning_hetero.cli.plan", formula, "clutser=equal4"], tmp_path)
+    assert unknown.returncode == 1 and unknown.stderr == (
+        "lightning-hetero-plan: Could not override 'clutser'; lightning-hetero-plan --help lists the keys\n"
+    )
+    assert left_in(tmp_path) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lightning_hetero.cli import doctor
+from lightning_hetero.cli import doctor, machine
 from lightning_hetero.doctor.training import examine
 from tests.simgpu.harness import run_sim_ranks
 from tests.simgpu.sim.cuda import cap
@@ -13,7 +13,7 @@ from tests.simgpu.sim.cuda import cap
 
 def found(rank: int, world: int) -> tuple[list[dict[str, Any]], list[tuple[int, int] | None]]:
     cap(0, 0)  # a full card
-    facts = doctor.find_out(doctor._parser().parse_args(["--no-probe"]))
+    facts = machine.find_out(doctor._parser().parse_args(["--no-probe"]))
     return [asdict(finding) for finding in examine(facts)], [device.capability for device in facts.gpus.devices]
 
 

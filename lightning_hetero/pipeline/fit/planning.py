@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
@@ -295,7 +296,8 @@ def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Clus
     """Returns the cluster that was given, however it was.
 
     Args:
-        given: a description, see `cluster_from_plain`, or the path of a trace with one; ``"probe"`` and ``None`` stay.
+        given: a description, see `cluster_from_plain`, or the path of a YAML file or a trace with one; ``"probe"`` and
+            ``None`` stay.
 
     Raises:
         TypeError, ValueError: it is none of these, or the description is wrong.
@@ -307,11 +309,15 @@ def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Clus
     if not isinstance(given, str | Path):
         return cluster_from_plain(given)
     try:
+        if Path(given).suffix in (".yaml", ".yml"):
+            described = yaml.safe_load(Path(given).read_text())
+            return cluster_from_plain(described.get("spec", described) if isinstance(described, dict) else described)
         found = recorded(read_events(given))
-    except FileNotFoundError as error:
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"cluster={str(given)!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
-            f" written by HeteroTrace ({error})"
+            f"cluster={str(given)!r} must be 'probe', a description or a YAML file with one (devices: ..., see"
+            f" docs/reference/plan.md), a Cluster, None, or a trace written by HeteroTrace ({why})"
         ) from error
     if found is None:
         raise ValueError(f"the trace {str(given)!r} is of no pipeline: it holds no description of a cluster")

@@ -31,7 +31,7 @@ def test_equal_devices_train_as_ddp_does_under_the_balanced_engine() -> None:
 
 def test_lasting_differences_are_the_balanced_engines() -> None:
     choice = choose(setup_of([1.0, 1.0, 0.5, 0.25]), ENGINES, {})
-    assert choice.engine == "balanced" and "times stock DDP's" in choice.line
+    assert choice.engine == "balanced" and "times as fast as stock DDP" in choice.line
     assert choice.plan is not None and choice.plan.gain > 2.0
 
 

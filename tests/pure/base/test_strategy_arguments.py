@@ -192,7 +192,7 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
     (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be > 0 (seconds)"),
     (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),
     (BoundedStalenessStrategy, "compression", 5, "compression=5 must be None, 'bf16' or 'fp16'"),
-    (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description (see conf/cluster)"),
+    (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description or a YAML file"),
     (HeteroPipelineStrategy, "cluster", 5, "cluster=5 must be a mapping"),
     (HeteroPipelineStrategy, "cluster", {"devises": []}, "devises"),
     (HeteroPipelineStrategy, "plan", 5, "plan=5 must be a mapping"),

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_hetero.cli.plan import CONF, answer, plan_tables, read_setup
+from lightning_hetero.cli.plan import CONF, answer, plan_tables, read_setup, to_paste
 from lightning_hetero.plan.planner import plan
 from tests.pure.report.kit import written
 
@@ -31,16 +31,18 @@ def test_a_formula_on_a_described_cluster() -> None:
     assert [title for title, _ in changes] == [
         "without rank 3 (quarter)", "without rank 2 (half)", "without rank 1 (fast:1)", "2 x the batch (32 samples)",
     ]  # fmt: skip
-    text = plan_tables(found, changes)
+    assert found.chosen is not None
+    paste = to_paste(found.chosen, given, ["cluster=two_fast_two_slow"])
+    text = plan_tables(found, changes, paste)
     assert all(engine in text for engine in ("ddp", "balanced", "pipeline", "stale")) and "per 1M samples" in text
-    assert re.search(r"^  lightning-hetero-train strategy=hetero_balanced ", text, flags=re.M)
-    assert text.endswith(found.verdict) and "rank 3 (quarter): " in text
-    assert re.search(r"^as it is +\w+ .* 1\.00x", text, flags=re.M)
+    assert text.endswith(str(paste["python"])) and paste["command"] is None  # the module is not here
+    assert f"{found.verdict}\nNot counted: data loading" in text and "rank 3 (quarter): " in text
+    assert re.search(r"^unchanged +\w+ .* 1\.00x", text, flags=re.M)
 
 
 def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
     written(tmp_path / "events", [[(8, 0.1, 0.32), (8, 0.4, 0.02)]] * 6)
-    given = asked(f"run={tmp_path}", "what_if=[{speed: {1: 2}}]", "engines=[ddp,balanced]")
+    given = asked(f"run={tmp_path}", "what_if=[{speed: {1: 2}}]", "engines=[ddp,hetero_balanced]")
     setup, notes = read_setup(given)
     found, changes = answer(setup, given)
     assert notes == [f"as recorded in {tmp_path}"] and setup.global_batch == 16
@@ -57,7 +59,7 @@ def test_what_cannot_train_is_in_the_table() -> None:
     given = asked("cluster=small_memory", FORMULA, "global_batch=8", "what_if=[]")
     setup, _ = read_setup({**given, "formula": {**given["formula"], "params": 1e9}})
     text = plan_tables(plan(setup), [("t", plan(setup))])
-    assert text.count("cannot") >= 4 and "no engine can train so" in text
+    assert text.count("cannot train this") >= 4 and "nan" not in text and "no engine can train this" in text
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ BOX = changed(
     cluster=cluster_from_plain({"devices": [{"speed": v} for v in (1.0, 0.5, 0.25)], "link": LINK}),
 )
 SLOW_LINK = {"devices": [{"count": 3}], "link": LINK, "links": [{"between": [0, 2], "bandwidth": "1 GB/s"}]}
-CHOSEN = {"verdict": "strategy=hetero_balanced: 2 times", "gain": 2.0, "engine": "balanced"}
+CHOSEN = {"verdict": "strategy=hetero_balanced: 2 times", "python": "trainer = 1", "engine": "balanced"}
 
 
 def package(name: str, installed: str | None, wanted: str, *, fits: bool = False) -> dict[str, Any]:
@@ -144,7 +144,7 @@ ROWS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
     (training.parity, gradients(("one process", 0.3), ("balanced", 0.3)), "warn", ["draws random numbers"]),
     (training.parity, gradients(("one process", math.nan, "KeyError: 'x'")), "fail", ["KeyError: 'x'"]),
     (training.verdict, {}, "-", []),
-    (training.verdict, gradients(("balanced", 1e-15), **CHOSEN), "ok", ["Trainer(strategy='hetero_balanced')"]),
+    (training.verdict, gradients(("balanced", 1e-15), **CHOSEN), "ok", ["to train this way:\n\ntrainer = 1"]),
     (training.verdict, gradients(("balanced", 0.5), **CHOSEN), "warn", ["gradients above"]),
     (training.verdict, {"verdict": "strategy=ddp: fine", "engine": "ddp"}, "ok", ["strategy=ddp: fine"]),
 ]  # fmt: skip

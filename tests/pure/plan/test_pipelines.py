@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_hetero
 from lightning_hetero.pipeline.decide.plans import best_plan
+from lightning_hetero.plan.estimate import Estimate
+from lightning_hetero.plan.paste import command, snippet
 from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.planner import plan
+from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.placement import evaluate_plan
 from tests.pure.plan.kit import layered, model
 
@@ -52,17 +58,30 @@ def test_what_no_device_holds_is_refused_with_the_planners_reason() -> None:
     setup = layered([{"mem": 50, "count": 2}], model=BIG_MODEL)
     assert not pipeline(setup).ok and pipeline(setup).reasons[0] == best_plan(BIG_MODEL, setup.cluster, 32).reason
     answer = plan(setup)
-    assert answer.chosen is None and answer.verdict.startswith("no engine can train so: ")
+    assert answer.chosen is None and answer.verdict.startswith("no engine can train this: ")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "balanced", "stale", "pipeline"])
-def test_the_overrides_compose_and_make_that_strategy(engine: str) -> None:
+def test_the_command_and_the_python_make_that_strategy(engine: str) -> None:
     setup = layered([{"name": "fast"}, {"name": "slow", "speed": 0.5}], {"bandwidth": 1e6}, model=BIG_MODEL)
     found = next(e for e in plan(setup).estimates if e.engine == engine)
+    program, *words = shlex.split(command(found, ["model=digits", "data=digits", "cluster=probe", "emulation=none"]))
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        cfg = compose("train", overrides=["paths.output_dir=out", *found.overrides])
-    strategy = instantiate(cfg.strategy, _convert_="all")
-    assert cfg.trainer.devices == 2
+        cfg = compose("train", overrides=["paths.output_dir=out", *words])
+    assert program == "lightning-hetero-train" and cfg.trainer.devices == 2
+    assert (cfg.data.batch_size, cfg.emulation.scenario) == (16, None)
+    made: dict[str, Any] = {}
+    exec(snippet(found, {"accelerator": "cpu", "logger": False}), made)
+    check(instantiate(cfg.strategy, _convert_="all"), found, setup)
+    check(made["trainer"].strategy, found, setup)
+    assert made["trainer"].num_devices == 2
+
+
+def check(strategy: Any, found: Estimate, setup: Setup) -> None:
+    """It is the strategy of this estimate, with its settings."""
+    engine = found.engine
+    if engine == "ddp":
+        assert type(strategy) is DDPStrategy
     if engine == "pipeline":
         assert found.plan is not None
         given = strategy.plan_settings.plan

@@ -24,7 +24,7 @@ def test_a_step_is_that_of_workers_which_never_rest_and_all_samples_are_shared()
     found = stale(lines())
     assert found.bound_s == pytest.approx(64 / 2.75 * 3e-3) and found.step_s == pytest.approx(1.03 * found.bound_s)
     assert found.shares == pytest.approx([64 / 2.75 * speed for speed in (1.0, 1.0, 0.5, 0.25)])
-    assert found.idle == pytest.approx(1.0 - 1.0 / 1.03) and "hetero_stale" in found.overrides[0]
+    assert found.idle == pytest.approx(1.0 - 1.0 / 1.03) and found.strategy == "hetero_stale"
 
 
 def test_transfers_take_their_time_and_the_server_has_one_port() -> None:

@@ -144,7 +144,7 @@ NAMES = ("share", "compute_s", "wait_s", "score", "straggler")
 
 def keys(names: Sequence[str]) -> set[str]:
     of_each = {f"hetero/{name}/{who}" for name in names for who in ("rank0", "rank1", "max", "min")}
-    return of_each | {"hetero/imbalance"}
+    return of_each | {"hetero/imbalance", "hetero/waiting"}
 
 
 def check_derived(values: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.cli import doctor
+from lightning_hetero.cli import machine
 from lightning_hetero.measure.device import HostDevice
 
 SMI = "GPU-aaaa, 1024\nGPU-bbbb, [N/A]\n"
@@ -36,13 +36,13 @@ class Card(HostDevice):
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "accelerators", lambda: [torch.device("cuda", i) for i in range(2)])
-    monkeypatch.setattr(doctor, "device_of", lambda device: Card(device))
+    monkeypatch.setattr(machine, "accelerators", lambda: [torch.device("cuda", i) for i in range(2)])
+    monkeypatch.setattr(machine, "device_of", lambda device: Card(device))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=SMI))
 
 
 def test_a_card_that_is_full_is_no_problem_and_its_free_memory_is_asked_elsewhere(cards: None) -> None:
-    gpus = doctor._gpus()
+    gpus = machine._gpus()
     found = gpus.devices
     assert gpus.problem == "" and [one.free_bytes for one in found] == [2.0**30, None]
     assert all(one.capability == (7, 5) and not one.computes_bfloat16 for one in found)
@@ -53,14 +53,14 @@ def test_without_nvidia_smi_it_is_not_known(cards: None, monkeypatch: pytest.Mon
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    assert [one.free_bytes for one in doctor._gpus().devices] == [None, None]
+    assert [one.free_bytes for one in machine._gpus().devices] == [None, None]
 
 
 def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Any:
         raise RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment\nmore")
 
-    monkeypatch.setattr(doctor, "accelerators", broken)
-    found = doctor._gpus()
+    monkeypatch.setattr(machine, "accelerators", broken)
+    found = machine._gpus()
     assert found.problem == "CUDA unknown error - this may be due to an incorrectly set up environment"
     assert found.devices == ()
