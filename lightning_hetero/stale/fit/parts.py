@@ -96,19 +96,21 @@ class Parts:
 
 
 def _save_attributes(module: LightningModule) -> Callable[[], None]:
-    """Returns what puts back the user's plain attributes: values, what lists have had so far, small dicts and sets.
+    """Returns what puts back the user's plain attributes: values, what lists have had so far, small dicts and sets, and
+    lists in these dicts.
 
     What is deeper, and a tensor that is changed in place, is unchanged.
     """
     own, theirs = vars(module), compat.module_attributes()
     kept = {name: value for name, value in own.items() if name not in theirs}
-    lengths = {name: len(value) for name, value in kept.items() if isinstance(value, list)}
     copies = {n: v.copy() for n, v in kept.items() if isinstance(v, dict | set) and len(v) <= _SMALL}
+    inside = [value for copy in copies.values() if isinstance(copy, dict) for value in copy.values()]
+    lengths = [(value, len(value)) for value in [*kept.values(), *inside] if isinstance(value, list)]
 
     def put_back() -> None:
         own.update(kept)
-        for name, length in lengths.items():
-            del kept[name][length:]
+        for values, length in lengths:
+            del values[length:]
         for name, copy in copies.items():
             kept[name].clear()
             kept[name].update(copy)

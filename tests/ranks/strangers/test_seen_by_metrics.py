@@ -40,6 +40,7 @@ class Measured(Toy):
         self.trained = self.ended = self.wrong = 0
         self.kept: list[float] = []
         self.times: dict[float, int] = {}
+        self.by_epoch: dict[int, list[float]] = {}
         self.row: dict[str, float] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -47,6 +48,7 @@ class Measured(Toy):
         type(self).computed += len(x)
         self.trained += len(x)
         self.kept += x.tolist()
+        self.by_epoch.setdefault(self.current_epoch, []).extend(x.tolist())
         for value in x.tolist():
             self.times[value] = self.times.get(value, 0) + 1
         self.mean(x)
@@ -95,7 +97,7 @@ def measured(rank: int, world: int, engine: str, automatic: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(TensorDataset(X), batch_size=BATCH))
-    kept = module.kept, module.times
+    kept = module.kept, module.times, module.by_epoch
     return module.row, module.ended, counts.ended, module.wrong, module.trained, kept, module.computed
 
 
@@ -118,4 +120,5 @@ def test_each_sample_is_seen_once(engine: str, automatic: bool) -> None:
     assert sum(rank[4] for rank in ranks) == EPOCHS * SAMPLES
     every = sorted(X.tolist() * EPOCHS)
     assert sorted(value for rank in ranks for value in rank[5][0]) == every
+    assert [sorted(v for r in ranks for v in r[5][2].get(e, ())) for e in range(EPOCHS)] == [X.tolist()] * EPOCHS
     assert sorted(v for rank in ranks for v, times in rank[5][1].items() for _ in range(times)) == every
