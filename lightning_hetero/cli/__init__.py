@@ -8,7 +8,7 @@
 ``doctor``   ``lightning-hetero-doctor``: will it train, from `lightning_hetero.doctor`.
 ``loading``  modules and data by import path, and what they cost.
 ``ranks``    a short program on several ranks of this machine; one is the probe of devices and links.
-``parity``   another one: gradients of every engine beside those of one process.
+``parity``   another one: gradients of every engine compared with those of one process.
 """
 
 from __future__ import annotations

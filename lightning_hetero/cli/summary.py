@@ -67,7 +67,7 @@ def summarise_ranks(run: RecordedRun) -> list[RankSummary]:
 
 
 def mean_global_batch(run: RecordedRun) -> float:
-    """Returns the samples of all ranks per measured step; 0 if there are none."""
+    """Returns the samples of all ranks per measured step; 0 without measured steps."""
     return fmean(step.samples for step in run.steps) if run.steps else 0.0
 
 
