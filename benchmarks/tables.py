@@ -18,7 +18,7 @@ from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, faster, measured
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale_policies.md",
+PAGES = ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/theory/stale_policies.md",
          "docs/theory/federated.md", "docs/reference/faults.md", "docs/reference/goals.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 

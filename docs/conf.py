@@ -71,7 +71,8 @@ def write_results_pages(app: Sphinx) -> None:
 class BothPapers(SphinxTransform):
     """Shows a picture's form for light or for dark paper, as the site's own switch says.
 
-    A picture in an ``<img>`` only knows what the reader's system prefers, not what the page has been switched to.
+    A picture in an ``<img>`` only knows what the reader's system prefers, not what the page has been switched to. One
+    named ``-light`` has its dark form beside it, others hold both.
     """
 
     default_priority = 10
@@ -83,15 +84,19 @@ class BothPapers(SphinxTransform):
             if file.suffix != ".svg" or not file.exists():
                 continue
             text = file.read_text(encoding="utf-8")
-            if self.DARK.search(text) is None:
+            name = file.stem.removesuffix("-light")
+            if name != file.stem:
+                papers = {"light": text, "dark": file.with_stem(f"{name}-dark").read_text(encoding="utf-8")}
+            elif self.DARK.search(text) is None:
                 continue
-            papers = {"light": self.DARK.sub("", text), "dark": self.DARK.sub(lambda found: found[1], text)}
+            else:
+                papers = {"light": self.DARK.sub("", text), "dark": self.DARK.sub(lambda found: found[1], text)}
             shown = []
             for paper, drawn in papers.items():
                 PAPERS.mkdir(parents=True, exist_ok=True)
-                (PAPERS / f"{file.stem}-{paper}.svg").write_text(drawn, encoding="utf-8")
+                (PAPERS / f"{name}-{paper}.svg").write_text(drawn, encoding="utf-8")
                 one = image.deepcopy()
-                one["uri"] = f"/_build/pictures/{file.stem}-{paper}.svg"
+                one["uri"] = f"/_build/pictures/{name}-{paper}.svg"
                 one["classes"] = [*image["classes"], f"only-{paper}"]
                 shown.append(one)
             image.parent.replace(image, shown)

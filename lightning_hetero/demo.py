@@ -151,8 +151,8 @@ def load_digits_tensors() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits demo reads its images from scikit-learn, which is not installed; "
-            "run: pip install scikit-learn (or pip install -e '.[examples]' in the checkout)"
+            "the digits demo reads its images from scikit-learn, which is not installed: pip install scikit-learn, or"
+            " in the checkout pip install -e '.[examples]'; python -m lightning_hetero needs nothing more"
         ) from error
     pixels, labels = load_digits(return_X_y=True)
     images = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16.0

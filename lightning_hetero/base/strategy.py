@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -110,7 +111,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
         batch, shares = self.global_batch_size, "/".join(map(str, self.shares))
         known = f"global batch {'of the loader' if batch is None else batch}{f', shares {shares}' if shares else ''}"
-        return f"<{type(self).__name__} for lightning.pytorch.Trainer: hetero_{self.engine}, {known}>"
+        other = ", and not for pytorch_lightning's: import lightning.pytorch instead"  # its Trainer's error shows this
+        other = other if "pytorch_lightning" in sys.modules else ""
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer{other}: hetero_{self.engine}, {known}>"
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_run": None, "_one_device": None, "failures": None}
@@ -333,8 +336,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             self._kept = replace(self._kept, report=report)
         return report
 
-    def waiting_in(self, report: StepReport) -> float:
-        return super().waiting_in(report) if self._run is None else self._run.waiting_in(report)
+    @property
+    def meets(self) -> bool:
+        return self._run is None or self._run.meets
 
     def take_reports(self) -> list[StepReport] | None:
         return None if self._run is None else self._run.take_reports()

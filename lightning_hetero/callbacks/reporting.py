@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_hetero.cluster.score import waiting
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat import trainer_callbacks
 from lightning_hetero.types import Event, StepReport
@@ -41,9 +40,11 @@ class Reporting(EventSource):
         """Samples, own work and waiting of all ranks; ``None`` if nothing (new) is known."""
         return None
 
-    def waiting_in(self, report: StepReport) -> float:
-        """Returns the part of the ranks' time that they waited for one another, of a `step_report`; NaN: not known."""
-        return waiting(report.records)
+    @property
+    def meets(self) -> bool:
+        """Whether all ranks end a step together and each holds the whole model, so that what they wait for one another
+        can be told from all else that is no work."""
+        return True
 
     def take_reports(self) -> list[StepReport] | None:
         """Returns and forgets reports of steps since the last call, in which ranks' seconds per item can be compared;

@@ -19,17 +19,12 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.observers import never_raises, watch_again
 from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
 from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
-from lightning_hetero.cluster.score import (
-    exchange_alone,
-    imbalance,
-    other_engines_text,
-    shares_text,
-    straggler_scores,
-    waiting,
-)
+from lightning_hetero.cluster.score import imbalance, last_lines, shares_text, straggler_scores
 from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
+from lightning_hetero.record.ledger import Spent, Tally, idle_in, spent_together, total_of, waited_in
+from lightning_hetero.record.run import RunStep, Turn
 from lightning_hetero.types import Event, SpeedSample, StepReport
 
 _OFTEN = 50  # steps between two looks for stragglers under stock DDP, where nothing is logged
@@ -42,7 +37,8 @@ class StragglerMonitor(Callback, EventSource):
     Per rank: ``share`` [samples], ``compute_s`` (own work), ``wait_s`` (in the gradient exchange), ``predicted_s``,
     ``score`` (speed relative to the fastest rank), ``straggler`` (1, or of a rank found to be slow its seconds per item
     over the others'), and over the ranks ``max`` and ``min``; ``hetero/imbalance`` is the slowest rank's work over the
-    mean (1.0 = balanced), ``hetero/waiting`` the part of the ranks' time that is waiting.
+    mean (1.0 = balanced), ``hetero/waiting`` the part of the ranks' time that is waiting, or,
+    where waiting cannot be told from the rest, ``hetero/idle`` the part that is not own work.
 
     A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
     seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
@@ -53,8 +49,8 @@ class StragglerMonitor(Callback, EventSource):
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
     (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells what each rank
     did. With stock DDP the monitor times its own rank and tells rank 0 of its steps every ``every_n_steps``, though not
-    more often than every fifth step, to look for stragglers; no rank waits for it. It gathers means once per epoch, and
-    tells at the end how long ranks waited and what each engine would give, see `lightning_hetero.cluster.score`.
+    more often than every fifth step, to look for stragglers; no rank waits for it. It shows means once per epoch, and
+    tells at the end how long ranks waited and what each engine would give, see `lightning_hetero.record.ledger`.
 
     Args:
         every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's
@@ -85,7 +81,7 @@ class StragglerMonitor(Callback, EventSource):
         self._own: _OwnTiming | None = None
         self._test = StragglerTest(0)
         self._named: set[int] = set()  # ranks that a line has told of
-        # Steps that the ranks have told one another of: epoch, numbers, and [work, seconds] once the work is done.
+        # Steps that the ranks have told one another of: epoch, numbers, and rows (`take_steps`) once the work is done.
         self._told: tuple[int, range, list[Tensor], Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,37 +140,47 @@ class StragglerMonitor(Callback, EventSource):
             if self._is_due(trainer) and batch is not None:
                 self._due = not self._report(trainer, self._strategy)
 
-    def _compare_own(self, trainer: Trainer, own: _OwnTiming) -> None:
+    def _compare_own(self, trainer: Trainer, own: _OwnTiming, *, ended: bool = False) -> None:
         """Tells of the steps that no rank has told of yet, and looks for stragglers in those told of before.
 
         A collective that no rank waits for: what is sent now is read when the next is sent.
         """
         self._compare_told(trainer)
-        if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):
-            epoch, rows = own.epoch, own.take_steps(steps).to(trainer.strategy.root_device)
+        if steps := own.next_steps(ended):
+            rows, gathering = own.take_steps(steps).to(trainer.strategy.root_device), None
             everyone = [torch.empty_like(rows) for _ in range(trainer.world_size)]
-            self._told = epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True)
+            if trainer.world_size > 1:
+                gathering = dist.all_gather(everyone, rows, async_op=True)
+            self._told = own.epoch, steps, everyone if trainer.world_size > 1 else [rows], gathering
 
     def _compare_told(self, trainer: Trainer) -> None:
         told, self._told = self._told, None
         if told is None:
             return
         epoch, steps, everyone, gathering = told
-        gathering.wait()
-        if trainer.is_global_zero:
-            self._compare_gathered(trainer, epoch, steps, everyone)
+        if gathering is not None:
+            gathering.wait()
+        if trainer.is_global_zero and self._own is not None:
+            self._compare_gathered(trainer, self._own, epoch, steps, everyone)
 
     @never_raises
-    def _compare_gathered(self, trainer: Trainer, epoch: int, steps: range, everyone: list[Tensor]) -> None:
-        waited: list[float] = []
+    def _compare_gathered(
+        self, trainer: Trainer, own: _OwnTiming, epoch: int, steps: range, everyone: list[Tensor]
+    ) -> None:
+        told: list[dict[int, Spent]] = []
         for step, ranks in zip(steps, torch.stack(everyone, 1).tolist(), strict=True):
-            records = tuple(
-                SpeedSample(rank=r, step=step, samples=1, compute_s=s, work=work) for r, (work, s) in enumerate(ranks)
-            )
-            self._compare([StepReport(epoch=epoch, step=step, records=records, predicted_s=())])
-            waited.append(waiting(records))
-        if self.prog_bar and (parts := [part for part in waited if not math.isnan(part)]):
-            compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(parts) / len(parts):.0f}%")
+            turns = {
+                r: Turn(rank=r, step=step, samples=int(n), work=work, compute_s=own_s, wait_s=wait_s, end_s=math.nan)
+                for r, (n, work, own_s, wait_s) in enumerate(ranks)
+            }
+            if len(turns) > 1:
+                self._compare([StepReport(epoch=epoch, step=step, records=tuple(turns.values()), predicted_s=())])
+            if all(turn.compute_s > 0.0 for turn in turns.values()):
+                told.append(spent_together(turns, sees_waiting=own.sees_waiting))
+                own.tally.add(RunStep(epoch=epoch, index=step, turns=turns), told[-1])
+                own.spent = total_of([own.spent, *told[-1].values()])
+                own.rows += torch.tensor([[1.0, *row] for row in ranks], dtype=torch.float64)
+        self._show_on_bar(trainer, [], "waiting", waited_in(told))
 
     def _compare(self, reports: Sequence[StepReport]) -> None:
         """Names ranks that have become slow."""
@@ -197,39 +203,25 @@ class StragglerMonitor(Callback, EventSource):
         return self._due
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._own is None:
-            return
-        self._compare_own(trainer, self._own)
-        self._compare_told(trainer)
-        sums = torch.zeros(6, dtype=torch.float64)  # nothing measured, but the other ranks gather
-        self._add_sums(self._own, sums)
-        sums = sums.to(trainer.strategy.root_device)
-        everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)] if trainer.world_size > 1 else [sums]
-        if trainer.world_size > 1:
-            dist.all_gather(everyone, sums)
-        self._show_epoch(trainer, self._own, torch.stack(everyone).cpu())
+        if self._own is not None:
+            self._compare_own(trainer, self._own, ended=True)
+            self._compare_told(trainer)
+            if trainer.is_global_zero:
+                self._show_epoch(trainer, self._own)
 
     @never_raises
-    def _add_sums(self, own: _OwnTiming, sums: Tensor) -> None:
-        sums += own.take_sums()
-
-    @never_raises
-    def _show_epoch(self, trainer: Trainer, own: _OwnTiming, rows: Tensor) -> None:
-        if (rows[:, 0] > 0).all():
-            own.fit_rows += rows
-            means = _means(rows)
-            waited = waiting(means)
-            self._show_on_bar(trainer, means, waited)
+    def _show_epoch(self, trainer: Trainer, own: _OwnTiming) -> None:
+        if means := own.take_means():
+            waited, own.spent = waited_in([{0: own.spent}]), Spent()
+            self._show_on_bar(trainer, means, "waiting", waited)
             # Lightning's own step of the epoch's values: the last batch's.
-            self._show(trainer, self._values(means, [], waited), step=compat.logging_step(trainer) - 1)
+            self._show(trainer, self._values(means, [], {"waiting": waited}), step=compat.logging_step(trainer) - 1)
 
     @never_raises
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
-            rows = self._own.fit_rows
-            exchange_s = float((rows[:, 5] / rows[:, 0]).min())
-            if told := other_engines_text(_means(rows), exchange_s, int(rows[0, 0])):
+            if trainer.is_global_zero and (told := last_lines(self._own.tally.ledger())):
                 compat.tell_past_bar(told)
         elif self._strategy is not None and (summary := self._strategy.summary()):
             compat.tell_past_bar(summary)
@@ -248,15 +240,19 @@ class StragglerMonitor(Callback, EventSource):
         if (report := strategy.step_report()) is not None:
             if strategy.take_reports() is None:
                 self._compare([report])
-            waited = strategy.waiting_in(report)
-            values = self._values(report.records, report.predicted_s, waited)
-            self._show_on_bar(trainer, report.records, waited)
+            name, part = "idle", idle_in(report.records)
+            if strategy.meets:
+                turns = {record.rank: record for record in report.records}
+                seen = not device_of(trainer.strategy.root_device).asynchronous
+                name, part = "waiting", waited_in([spent_together(turns, sees_waiting=seen)])
+            values = self._values(report.records, report.predicted_s, {name: part})
+            self._show_on_bar(trainer, report.records, name, part)
         values |= {f"hetero/{name}": float(value) for name, value in strategy.engine_metrics().items()}
         self._show(trainer, values, step=compat.logging_step(trainer))
         return bool(values)
 
     def _values(
-        self, records: Sequence[SpeedSample], predicted_s: Sequence[float], waited: float
+        self, records: Sequence[SpeedSample], predicted_s: Sequence[float], parts: dict[str, float]
     ) -> dict[str, float]:
         columns = {
             "share": [float(r.samples) for r in records],
@@ -272,8 +268,8 @@ class StragglerMonitor(Callback, EventSource):
                 ranks = column if len(column) <= self.most_ranks else ()
                 values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(ranks)}
                 values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
-        of_all = {"hetero/imbalance": imbalance(columns["compute_s"]), "hetero/waiting": waited}
-        return values | {name: value for name, value in of_all.items() if not math.isnan(value)}
+        of_all = {"imbalance": imbalance(columns["compute_s"]), **parts}
+        return values | {f"hetero/{name}": value for name, value in of_all.items() if not math.isnan(value)}
 
     def _show(self, trainer: Trainer, values: dict[str, float], *, step: int) -> None:
         if not self.most_ranks:
@@ -281,22 +277,12 @@ class StragglerMonitor(Callback, EventSource):
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=step)
 
-    def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], waited: float) -> None:
-        if not (self.prog_bar and trainer.is_global_zero) or math.isnan(waited):
+    def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], name: str, part: float) -> None:
+        if not (self.prog_bar and trainer.is_global_zero) or math.isnan(part):
             return
-        compat.show_on_progress_bar(trainer, "shares", shares_text([r.samples for r in records]))
-        compat.show_on_progress_bar(trainer, "wait", f"{100.0 * waited:.0f}%")
-
-
-def _means(rows: Tensor) -> list[SpeedSample]:
-    """Returns a step of each rank, from its sums, see `_OwnTiming.take_sums`; nothing without steps."""
-    if not (rows[:, 0] > 0).all():
-        return []
-    means = (rows / rows[:, :1]).tolist()
-    return [
-        SpeedSample(rank=r, step=0, samples=round(samples), compute_s=compute_s, wait_s=wait_s, work=work)
-        for r, (_, samples, work, compute_s, wait_s, _) in enumerate(means)
-    ]
+        if records:
+            compat.show_on_progress_bar(trainer, "shares", shares_text([r.samples for r in records]))
+        compat.show_on_progress_bar(trainer, {"waiting": "wait"}.get(name, name), f"{100.0 * part:.0f}%")
 
 
 class _OwnTiming:
@@ -304,25 +290,26 @@ class _OwnTiming:
 
     Attributes:
         probe: the stopwatch.
-        fit_rows: per rank, sums over the fit's epochs so far, see `take_sums`.
+        sees_waiting: whether the host waits where its device does.
+        tally: of rank 0, all ranks' steps of the fit.
+        rows, spent: of rank 0, sums over the epoch's steps so far: by rank 1 and what `take_steps` tells; of all ranks
+            what their time went into.
         epoch: of the steps that are told next, see `take_steps`.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: BatchCost | None) -> None:
         device = device_of(trainer.strategy.root_device)
         self.probe = StepProbe(device, waiting=(nn.SyncBatchNorm,))
-        self._late = int(device.asynchronous)
+        self._late, self.sees_waiting = int(device.asynchronous), not device.asynchronous
         self.probe.attach(module)
         self._rank = trainer.global_rank
         self._cost = cost_in(module, batch_cost)
         self._weight = getattr(module, "batch_weight", None)
         self._sizes: deque[tuple[int, int, int, float]] = deque()
         self.epoch, self._from, self._until = 0, 0, -2  # steps not told of yet, up to the one that runs
-        self._steps: dict[int, tuple[float, float]] = {}  # work and time of each of them
-        self._world_size = trainer.world_size
-        self._sums = [0.0] * 5
-        self._waits_s: deque[float] = deque(maxlen=4096)
-        self.fit_rows = torch.zeros(self._world_size, 6, dtype=torch.float64)
+        self._steps: dict[int, tuple[float, float, float, float]] = {}  # of each of them, see `take_steps`
+        self.tally, self.spent = Tally(trainer.world_size), Spent()
+        self.rows = torch.zeros(trainer.world_size, 5, dtype=torch.float64)
         self._events: deque[Event] = deque(maxlen=4096)
 
     def reach(self, epoch: int, step: int) -> None:
@@ -343,14 +330,15 @@ class _OwnTiming:
         self._sizes.append((self.epoch, self._until, samples, float(samples) if work is None else work))
         self.probe.arm()
 
-    def next_steps(self) -> range:
-        """Returns the steps, the same on every rank, whose times are known: on an accelerator they are late."""
-        return range(self._from, self._until - self._late)
+    def next_steps(self, ended: bool) -> range:
+        """Returns the steps, the same on every rank, whose times are known: on an accelerator they are late; ``ended``:
+        none is running."""
+        return range(self._from, self._until - self._late + ended)
 
     def take_steps(self, steps: range) -> Tensor:
-        """Returns and forgets work and own time [s] of each step; zeros: not measured."""
+        """Returns and forgets samples, work, own time and waiting [s] of each step; zeros: not measured."""
         self._from = steps.stop
-        rows = [self._steps.pop(step, (0.0, 0.0)) for step in steps]
+        rows = [self._steps.pop(step, (0.0,) * 4) for step in steps]
         return torch.tensor(rows, dtype=torch.float64)
 
     def close(self) -> None:
@@ -360,22 +348,22 @@ class _OwnTiming:
 
     def _note(self, compute_s: float, wait_s: float) -> None:
         epoch, step, samples, work = self._sizes.popleft()
-        if epoch == self.epoch and self._world_size > 1:
-            self._steps[step] = work, compute_s
-        self._sums = [a + b for a, b in zip(self._sums, (1.0, samples, work, compute_s, wait_s), strict=True)]
-        self._waits_s.append(wait_s)
+        if epoch == self.epoch:
+            self._steps[step] = samples, work, compute_s, wait_s
         data = {"samples": samples, "compute_s": compute_s, "wait_s": wait_s}
         if work != samples:
             data["work"] = work
         now_s = time.perf_counter()
         self._events.append(Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=now_s, data=data))
 
-    def take_sums(self) -> Tensor:
-        """Returns and forgets this epoch's sums over steps: 1, samples, items, own time, waiting, exchange alone."""
-        exchange_s = exchange_alone(self._waits_s, self._world_size)
-        sums, self._sums = [*self._sums, self._sums[0] * exchange_s], [0.0] * 5
-        self._waits_s.clear()
-        return torch.tensor(sums, dtype=torch.float64)
+    def take_means(self) -> list[SpeedSample]:
+        """Returns a step of each rank, the mean of the epoch's, and forgets it; empty: none was measured."""
+        means, steps = (self.rows / self.rows[:, :1]).tolist(), int(self.rows[0, 0])
+        self.rows.zero_()
+        return [
+            SpeedSample(rank=r, step=0, samples=round(samples), compute_s=compute_s, wait_s=wait_s, work=work)
+            for r, (_, samples, work, compute_s, wait_s) in enumerate(means if steps else [])
+        ]
 
     def take_events(self) -> list[Event]:
         events = list(self._events)

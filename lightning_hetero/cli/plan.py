@@ -50,7 +50,7 @@ def read_setup(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             " measured, formula={kind: transformer, ...} is computed, run=FOLDER was recorded"
         )
     if given.get("run") is not None:
-        run, _ = read_run(str(given["run"]), run=given.get("run_id"))
+        run = read_run(str(given["run"]), run=given.get("run_id")).run
         setup, notes = setup_from_run(run, global_batch=given.get("global_batch")), [f"as recorded in {given['run']}"]
     else:
         setup, notes = _modelled(given)

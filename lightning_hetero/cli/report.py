@@ -1,23 +1,25 @@
-"""``lightning-hetero-report RUN_DIR [OTHER_RUN_DIR]``: a recorded run as one HTML file (layer A)."""
+"""``lightning-hetero-report RUN_DIR [RUN_DIR ...]``: a recorded run, or several compared, as an HTML file (layer A)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import tell
-from lightning_hetero.record.run import RecordedRun, run_of
+from lightning_hetero.record.run import run_of
 from lightning_hetero.report.page.build import page_of
+from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.perfetto import perfetto_of
 
-REPORT_FILE, TRACE_FILE, RESULT_FILE = "report.html", "perfetto.json", "result.json"
+REPORT_FILE, COMPARISON_FILE, TRACE_FILE, RESULT_FILE = "report.html", "comparison.html", "perfetto.json", "result.json"
 T = TypeVar("T")
 _TRACES = ("", "events", "hetero")  # where a trace is inside a run's folder
+_CONFIGS = (".hydra/config.yaml", "config.yaml", "hparams.yaml")  # of Hydra, LightningCLI, a logger
 
 
 def read_if_there(path: str | Path, read: Callable[[Path], T]) -> T | None:
@@ -34,10 +36,33 @@ def read_result(path: Path) -> dict[str, Any]:
     return read_if_there(path, lambda file: dict(json.loads(file.read_text()))) or {}
 
 
-def read_run(
-    folder: str | Path, trace_dir: str | Path | None = None, run: str | None = None
-) -> tuple[RecordedRun, Mapping[str, Any]]:
-    """Returns the run whose trace is in a folder, and what its ``result.json`` says, if there is one.
+def trace_in(folder: Path) -> Path | None:
+    """Returns the folder in a run's folder that its trace is in; None: there is no trace."""
+    return next((place for name in _TRACES if any((place := folder / name).glob("rank*.jsonl"))), None)
+
+
+def runs_in(folder: str | Path) -> list[Path]:
+    """Returns the folder of a run itself; of a multirun its jobs' folders that hold a trace, in their order.
+
+    Raises:
+        FileNotFoundError: there is no trace.
+    """
+    folder = Path(folder)
+    if trace_in(folder) is not None:
+        return [folder]
+    if jobs := [path for path in folder.glob("*/") if trace_in(path)]:
+        return sorted(jobs, key=lambda path: (len(path.name), path.name))
+    nested = sorted(path.parent for path in folder.glob("**/rank0.jsonl"))
+    more = f"; there are traces in {', '.join(map(str, nested[:3]))}" if nested else ""
+    raise FileNotFoundError(
+        f"no trace in {folder}: expected rank0.jsonl there, in its folders events or hetero, or in those of a"
+        " multirun's jobs. Train with the callbacks HeteroTrace() and StragglerMonitor(), or with"
+        f" lightning-hetero-train{more}"
+    )
+
+
+def read_run(folder: str | Path, trace_dir: str | Path | None = None, run: str | None = None) -> RunFacts:
+    """Returns the run whose trace is in a folder, with its ``result.json`` and its configuration, if there are any.
 
     Args:
         folder: of a run of the command line, of a logger whose run `HeteroTrace` has recorded, or of a trace itself.
@@ -46,70 +71,81 @@ def read_run(
 
     Raises:
         FileNotFoundError: there is no trace.
-        ValueError: a trace of another version, or without that run.
+        ValueError: a trace of another version, without that run, or an empty one.
     """
     folder = Path(folder)
-    places = [Path(trace_dir)] if trace_dir is not None else [folder / name for name in _TRACES]
-    found = next((place for place in places if any(place.glob("rank*.jsonl"))), None)
-    if found is None:
-        nested = sorted(path.parent for path in folder.glob("**/rank0.jsonl"))
-        more = f"; there are traces in {', '.join(map(str, nested[:3]))}" if nested else ""
-        raise FileNotFoundError(
-            f"no trace in {folder}: expected rank0.jsonl there, or in its folders events or hetero. Train with the"
-            f" callbacks HeteroTrace() and StragglerMonitor(), or with lightning-hetero-train{more}"
-        )
-    return run_of(read_events(found, run), name=folder.resolve().name), read_result(folder / RESULT_FILE)
+    found = Path(trace_dir) if trace_dir is not None else trace_in(folder)
+    if found is None or not any(found.glob("rank*.jsonl")):
+        found = runs_in(folder)[0]  # says what is missing
+    events = read_events(found, run)
+    if not any(event.kind == "run" for event in events):
+        raise ValueError(f"the trace in {found} is empty: its rank*.jsonl hold no events. Did the run end as it began?")
+    configs = (read_if_there(folder / name, Path.read_text) for name in _CONFIGS)
+    config = next((text for text in configs if text), "")
+    return RunFacts(run_of(events, name=folder.resolve().name), read_result(folder / RESULT_FILE), config)
 
 
 def write_report(
-    folder: str | Path,
-    other: str | Path | None = None,
+    *folders: str | Path,
     output: str | Path | None = None,
-    *,
     trace_dir: str | Path | None = None,
-    runs: tuple[str | None, str | None] = (None, None),
-) -> tuple[Path, Path]:
-    """Writes the report of a run and its Perfetto trace beside it; returns both paths.
+    runs: Sequence[str | None] = (),
+) -> list[Path]:
+    """Writes the report of a run and its Perfetto trace beside it, or a comparison of several; returns the paths.
 
     Args:
-        folder: of the run, see `read_run`.
-        other: another run to compare with.
-        output: the HTML file; default ``report.html`` in the run's folder.
-        trace_dir: where the run's trace is, see `read_run`.
-        runs: ids of the two runs, see `read_run`.
+        folders: of the runs, see `read_run`, or of a multirun, which stands for its jobs.
+        output: the HTML file; default ``report.html`` in the run's or the multirun's folder, or ``comparison.html`` in
+            the first of several.
+        trace_dir: where the only run's trace is, see `read_run`.
+        runs: ids of the runs, in the order of the folders, see `read_run`.
 
     Raises:
         FileNotFoundError, ValueError: see `read_run`.
+        OSError: the file cannot be written.
     """
-    run, result = read_run(folder, trace_dir, runs[0])
-    beside, beside_result = read_run(other, run=runs[1]) if other is not None else (None, {})
-    target = Path(output) if output is not None else Path(folder) / REPORT_FILE
+    found = [Path(folders[0])] if trace_dir is not None else [run for folder in folders for run in runs_in(folder)]
+    ids = [*runs, *[None] * len(found)]
+    facts = [read_run(folder, trace_dir, run) for folder, run in zip(found, ids, strict=False)]
+    target = Path(folders[0]) / (REPORT_FILE if len(folders) == 1 else COMPARISON_FILE)
+    target = target if output is None else Path(output)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page_of(run, beside, (result, beside_result)), encoding="utf-8")
+    target.write_text(page_of(*facts), encoding="utf-8")
+    if len(facts) > 1:
+        return [target]
     trace = target.with_name(TRACE_FILE if output is None else f"{target.stem}.{TRACE_FILE}")
-    trace.write_text(json.dumps(perfetto_of(run), separators=(",", ":")))
-    return target, trace
+    trace.write_text(json.dumps(perfetto_of(facts[0].run), separators=(",", ":")))
+    return [target, trace]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``lightning-hetero-report`` and ``python -m lightning_hetero.cli.report``."""
     parser = argparse.ArgumentParser(
         prog="lightning-hetero-report",
-        description="Writes a recorded run as one HTML file that opens offline, and as a trace for ui.perfetto.dev.",
+        description="Writes a recorded run, or a comparison of several, as one HTML file that opens offline; of one run"
+        " also a trace for ui.perfetto.dev.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, or of its trace")
-    parser.add_argument("other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="a second run to compare with")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: RUN_DIR/report.html")
-    parser.add_argument("--run", metavar="ID", help="which run, if RUN_DIR has several; default: the last one")
-    parser.add_argument("--other-run", metavar="ID", help="the same of OTHER_RUN_DIR")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="of a run, its trace, or a multirun; several are compared"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="default: RUN_DIR/report.html, of several the first's comparison.html"
+    )
+    parser.add_argument(
+        "--run", "--other-run", dest="runs", metavar="ID", action="append", default=[],
+        help="which run, if a RUN_DIR has several; once per RUN_DIR, in their order; default: the last one",
+    )  # fmt: skip
     given = parser.parse_args(arguments)
-    runs = given.run, given.other_run
     try:
-        report, trace = write_report(given.run_dir, given.other_run_dir, given.output, runs=runs)
-    except (OSError, ValueError) as error:
+        report, *trace = write_report(*given.run_dirs, output=given.output, runs=given.runs)
+    except (FileNotFoundError, ValueError) as error:
         print(f"lightning-hetero-report: {error}", file=sys.stderr)
         return 2
-    print(f"report: {report}\ntrace for ui.perfetto.dev: {trace}")
+    except OSError as error:
+        hint = "" if str(error.filename).endswith(".jsonl") else ". Name a file in another place: -o FILE"
+        print(f"lightning-hetero-report: {error}{hint}", file=sys.stderr)
+        return 2
+    print("\n".join([f"report: {report}", *(f"trace for ui.perfetto.dev: {path}" for path in trace)]))
     return 0
 
 

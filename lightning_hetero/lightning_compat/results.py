@@ -39,7 +39,8 @@ def tell_past_bar(text: str) -> None:
     A bar of tqdm is cleared for the moment; one of Rich takes in what is written to ``sys.stderr`` meanwhile, which is
     not what Lightning's handlers have kept.
     """
-    handlers = [h for h in logging.getLogger("lightning.fabric").handlers if type(h) is logging.StreamHandler]
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    handlers = [h for logger in loggers for h in logger.handlers if type(h) is logging.StreamHandler]
     with tqdm.external_write_mode():
         before = [(handler, stream) for handler in handlers if (stream := handler.setStream(sys.stderr)) is not None]
         rank_zero_info(text)

@@ -2,38 +2,22 @@
 
     step = slowest rank's work + exchange of the gradients
 
-A balanced rank that holds less than its share computes it in pieces, each of which pays the step's fixed part. Where
-times differ from step to step, a barrier takes the mean of the maximum, not the maximum of the means: the steps follow
-one another as they were measured, again and again; nothing is assumed of how they are distributed.
+A balanced rank that holds less than its share computes it in pieces, each of which pays the step's fixed part. For
+times that differ from step to step see `lightning_hetero.cluster.engine_times`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
+from lightning_hetero.cluster.engine_times import in_pieces_s, settled, shared_s, slowest_s
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.shares import replay
-from lightning_hetero.shares.bounds import ShareBounds
-from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
-from lightning_hetero.types import AffineCost, SpeedSample
 
-_MOST_STEPS = 400
-_SETTLED = 30  # records without a change of shares: evidence grows with them
 _NOTABLE = 0.05  # part of a step that is worth a sentence
-_ROUNDS = 2  # through the series of unsteady times; the first is not counted
-
-
-def slowest_s(setup: Setup, work_s: Sequence[float]) -> float:
-    """Returns the mean time of the slowest rank's work, with the same work in every step [s]."""
-    return fmean(
-        max(setup.slowness_at(rank, step) * seconds for rank, seconds in enumerate(work_s))
-        for step in range(setup.series)
-    )
 
 
 def ddp(setup: Setup) -> Estimate:
@@ -45,7 +29,7 @@ def ddp(setup: Setup) -> Estimate:
         most, rank = min(tight)
         return impossible("ddp", _too_large(setup, rank, share, most))
     work_s = tuple(cost.seconds(share) for cost in costs)
-    slowest, last_s, most_s = work_s.index(max(work_s)), slowest_s(setup, work_s), max(work_s)
+    slowest, last_s, most_s = work_s.index(max(work_s)), slowest_s(work_s, setup.slowness), max(work_s)
     waited = 1.0 - math.fsum(work_s) / (ranks * most_s) if most_s > 0.0 else 0.0
     if waited > _NOTABLE:
         reason = (
@@ -75,11 +59,11 @@ def balanced(setup: Setup) -> Estimate:
     if min(caps) < 1:
         return impossible("balanced", setup.too_small(caps.index(min(caps))))
     try:
-        policy, steps = _settle(setup, costs, caps)
+        policy, steps = settled(costs, batch, caps, setup.min_samples)
     except ValueError as error:  # e.g. fewer samples than devices
         return impossible("balanced", str(error))
     shares = policy.shares
-    work_s = tuple(map(_in_pieces_s, costs, shares, caps))
+    work_s = tuple(map(in_pieces_s, costs, shares, caps))
     reasons = [_said(setup, work_s, shares, steps)]
     arguments: dict[str, Any] = {"global_batch_size": batch}
     if setup.min_samples is not None:
@@ -99,53 +83,13 @@ def balanced(setup: Setup) -> Estimate:
             f"the bounds of shares (by default a quarter to four times the equal one) hold it up: without them the work"
             f" would take {free.makespan_s * 1e3:.1f} ms; plan with min_samples={min(free.shares)}"
         )
-    step_s = max(work_s)
-    if setup.series > 1:
-        taken_s = replay.followed_s(
-            policy, lambda rank, at, n: costs[rank].seconds(n) * setup.slowness_at(rank, at), _ROUNDS * setup.series
-        )
-        step_s = fmean(taken_s[setup.series :])
+    step_s = shared_s(policy, costs, setup.slowness) if setup.series > 1 else max(work_s)
     return Estimate(
         engine="balanced", step_s=step_s + exchange_s,
         bound_s=minimax(costs, batch).lower_bound_s + exchange_s, work_s=work_s,
         shares=tuple(map(float, shares)), memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
         exchange_s=exchange_s, reasons=tuple(reasons), arguments=arguments,
     )  # fmt: skip
-
-
-def _in_pieces_s(cost: AffineCost, samples: int, most: int) -> float:
-    """Returns the time of a share whose pieces have at most ``most`` samples; a rank without any computes a dummy.
-
-    >>> cost = AffineCost(fixed_s=1.0, per_sample_s=1.0)
-    >>> _in_pieces_s(cost, 5, 5), _in_pieces_s(cost, 5, 2), _in_pieces_s(cost, 0, 5)
-    (6.0, 8.0, 2.0)
-    """
-    if samples <= most:
-        return cost.seconds(max(samples, 1))
-    full, rest = divmod(samples, most)
-    return full * cost.seconds(most) + (cost.seconds(rest) if rest else 0.0)
-
-
-def _settle(setup: Setup, costs: Sequence[AffineCost], caps: Sequence[int]) -> tuple[BalancePolicy, int]:
-    """Lets the engine's default policy decide until its shares stay; returns it, and after how many steps."""
-    policy = BalancePolicy()
-    policy.start(world_size=setup.ranks, total=setup.global_batch, bounds=ShareBounds(lower=setup.min_samples))
-    limits, since = [None if most == setup.global_batch else most for most in caps], 0
-    for step in range(_MOST_STEPS):
-        shares = policy.shares
-        times_s = list(map(_in_pieces_s, costs, shares, caps))
-        policy.limit(limits, list(map(min, shares, caps)), times_s)  # shown to fit is what memory holds of a share
-        policy.observe(
-            [
-                SpeedSample(rank=rank, step=step, samples=n, compute_s=seconds)
-                for rank, (n, seconds) in enumerate(zip(shares, times_s, strict=True))
-            ]
-        )
-        if policy.shares != shares:
-            since = step + 1
-        elif step - since >= _SETTLED:
-            break
-    return policy, since
 
 
 def _said(setup: Setup, work_s: Sequence[float], shares: Sequence[int], steps: int) -> str:

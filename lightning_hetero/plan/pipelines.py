@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from lightning_hetero.cluster.engine_times import slowest_s
 from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, held_bytes, in_one_piece, resting
 from lightning_hetero.plan.estimate import Estimate, impossible
-from lightning_hetero.plan.parallel import slowest_s
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.placement import micro_batches_of
 from lightning_hetero.types import PipelinePlan
@@ -45,7 +45,7 @@ def pipeline(setup: Setup) -> Estimate:
         for rank in group.ranks:
             samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
     return Estimate(
-        engine="pipeline", step_s=step_s * slowest_s(setup, (1.0,) * setup.ranks),
+        engine="pipeline", step_s=step_s * slowest_s((1.0,) * setup.ranks, setup.slowness),
         bound_s=min(plan.lower_bound_s, step_s), work_s=seconds, shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)), exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan)),

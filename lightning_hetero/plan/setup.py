@@ -74,10 +74,6 @@ class Setup:
         """Number of steps after which slowness repeats itself."""
         return len(self.slowness[0]) if self.slowness else 1
 
-    def slowness_at(self, rank: int, step: int) -> float:
-        """Returns a rank's time in a step over what its cost says."""
-        return self.slowness[rank][step % self.series] if self.slowness else 1.0
-
     def mean_slowness(self, rank: int) -> float:
         """Returns a rank's mean time over what its cost says."""
         return fmean(self.slowness[rank]) if self.slowness else 1.0

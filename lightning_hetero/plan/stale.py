@@ -8,23 +8,19 @@ with the policy itself on simulated time a step of steady devices took 1 to 4 % 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from lightning_hetero.cluster.score import least_s
+from lightning_hetero.cluster.engine_times import OVERHEAD, least_s, never_waiting
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
-
-_OVERHEAD = 1.03  # of a step, over ranks that never wait
 
 
 def stale(setup: Setup) -> Estimate:
     """Returns what `BoundedStalenessStrategy` would take with its default policy, when it has learned the speeds."""
     batch = setup.global_batch
     transfers_s, port_s = _transfers(setup)
-    slowed = [cost.times(setup.mean_slowness(rank)) for rank, cost in enumerate(setup.step_costs())]
-    chunks = [replace(cost, fixed_s=cost.fixed_s + s) for cost, s in zip(slowed, transfers_s, strict=True)]
+    chunks = never_waiting(setup.step_costs(), setup.slowness, transfers_s)
     computed_s = least_s(chunks, batch)
-    step_s = max(_OVERHEAD * computed_s, port_s)
+    step_s = max(OVERHEAD * computed_s, port_s)
     shares = [max(0.0, chunk.most_samples(computed_s)) for chunk in chunks]
     for rank, most in enumerate(setup.most_samples()):
         if most < min(1.0, shares[rank]):
@@ -40,7 +36,7 @@ def stale(setup: Setup) -> Estimate:
         reasons.append(
             f"the server's port is the limit: the messages of all ranks take {port_s * 1e3:.1f} ms per update"
         )
-    work_s = [cost.seconds(n) if n > 0.0 else 0.0 for cost, n in zip(slowed, shares, strict=True)]
+    work_s = [c.seconds(n) - s if n > 0.0 else 0.0 for c, s, n in zip(chunks, transfers_s, shares, strict=True)]
     scale = batch / math.fsum(shares)
     return Estimate(
         engine="stale", step_s=step_s, bound_s=max(computed_s, port_s),

@@ -23,13 +23,15 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from lightning_hetero.record.run import RecordedRun, RunStep, Turn
+from lightning_hetero.record.run import RecordedRun, RunStep
+from lightning_hetero.types import SpeedSample
 
 STEADY = 160  # steps
 FEW = 10  # steps; fewer are too few to compare
+_WARM_UP = 2  # first steps at least that are no measure of the others
 _CUT_SHORT = 0.9  # of the others' steps
 
 
@@ -84,6 +86,8 @@ class Ledger:
         steady_s: the time of each [s]: from its start to the end of the exchange, or, where ranks do not end a step
             together, from the end of one update to that of the next.
         spent: by step of `steady`, what each rank's time of it went into.
+        recent: the full batches among the last `STEADY` steps, without the run's first tenth.
+        meets: whether all ranks end a step together.
         problem: in words, why there are no figures, e.g. "not known: 3 of 4 ranks' files are missing"; empty: there
             are.
         note: in words, what the figures leave out, e.g. steps that not all ranks have recorded; empty: nothing.
@@ -96,6 +100,8 @@ class Ledger:
     steady: tuple[RunStep, ...] = ()
     steady_s: tuple[float, ...] = ()
     spent: tuple[Mapping[int, Spent], ...] = field(default=(), repr=False)
+    recent: tuple[RunStep, ...] = ()
+    meets: bool = True
     problem: str = ""
     note: str = ""
 
@@ -134,9 +140,9 @@ class Ledger:
         return fmean(self.steady_s) if self.steady_s and not self.problem else math.nan
 
     @property
-    def batch(self) -> float:
-        """Samples of a full global batch, the mean in the steady state."""
-        return fmean(step.samples for step in self.steady) if self.steady and not self.problem else math.nan
+    def batch(self) -> int:
+        """Samples of a full global batch, the median in the steady state; 0: not known."""
+        return round(median(step.samples for step in self.steady)) if self.steady and not self.problem else 0
 
     @property
     def samples_per_s(self) -> float:
@@ -200,7 +206,7 @@ def exchange_alone(waits_s: Sequence[float], ranks: int) -> float:
 
 
 def spent_together(
-    turns: Mapping[int, Turn], *, sees_waiting: bool = True, planned: Mapping[str, Any] | None = None
+    turns: Mapping[int, SpeedSample], *, sees_waiting: bool = True, planned: Mapping[str, Any] | None = None
 ) -> dict[int, Spent]:
     """Returns where each rank's time went in one step in which all meet.
 
@@ -222,6 +228,19 @@ def spent_together(
         works = rank in in_groups if planned else turn.samples > 0
         found[rank] = Spent(turn.compute_s, exchange_s, left_s if works else 0.0, 0.0 if works else left_s)
     return found
+
+
+def waited_in(spent: Iterable[Mapping[int, Spent]]) -> float:
+    """Returns the part of the ranks' time in steps that is waiting, as `Ledger.waited`; NaN if nothing was measured."""
+    total = total_of(own for step in spent for own in step.values())
+    return total.idle_s / total.total_s if total.compute_s > 0.0 else math.nan
+
+
+def idle_in(records: Sequence[SpeedSample]) -> float:
+    """Returns the part of the ranks' time that is not their own work, as `Ledger.idle`, of ranks that do not end a step
+    together, or have bubbles; NaN if nothing was measured."""
+    work_s, wait_s = math.fsum(r.compute_s for r in records), math.fsum(r.wait_s for r in records)
+    return wait_s / (work_s + wait_s) if work_s > 0.0 else math.nan
 
 
 def spent_in(run: RecordedRun, steps: Iterable[RunStep]) -> Iterator[dict[int, Spent]]:
@@ -269,19 +288,21 @@ class Tally:
 
     def ledger(self, run: RecordedRun | None = None, **more: Any) -> Ledger:
         """Returns what was added up; ``run``: that it is of, where its ranks do not end a step together."""
-        half = list(self._last)[-max(1, math.ceil(self._steps / 2)) :]
-        if run is None or run.meets:
-            usual = {number for number, _ in self._batches.most_common(1)}
-            full = [one for one in half if round(one[0].samples) in usual]
-        else:
+        usual = {number for number, _ in self._batches.most_common(1)}
+        tags = {(step.epoch, step.index) for step, _ in self._last if round(step.samples) in usual}
+        meets = run is None or run.meets
+        if run is not None and not meets:
             tags = {(run.steps[n].epoch, run.steps[n].index) for n in run.full}
-            full = [one for one in half if (one[0].epoch, one[0].index) in tags]
-        half = full or half
-        steps = [step for step, _ in half]
-        steady_s = [step.step_s for step in steps] if run is None or run.meets else run.taken_s(steps)
+        last = list(enumerate(self._last, self._steps - len(self._last)))
+        full = [(n, *one) for n, one in last if (one[0].epoch, one[0].index) in tags]
+        half = [one for one in full if 2 * one[0] >= self._steps - 1] or full[-1:]
+        recent = [one for one in full if one[0] >= max(_WARM_UP, self._steps // 10)] or half
+        steps = [step for _, step, _ in half]
         return Ledger(
-            ranks=dict(self._ranks), caused_s=dict(self._caused_s), steps=self._steps, steady=tuple(steps),
-            steady_s=tuple(steady_s), spent=tuple(spent for _, spent in half), **more,
+            ranks=dict(self._ranks), caused_s=dict(self._caused_s), steps=self._steps, meets=meets,
+            steady=tuple(steps), spent=tuple(spent for _, _, spent in half),
+            recent=tuple(step for _, step, _ in recent),
+            steady_s=tuple([s.step_s for s in steps] if run is None or meets else run.taken_s(steps)), **more,
         )  # fmt: skip
 
 

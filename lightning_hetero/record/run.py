@@ -238,7 +238,7 @@ class RecordedRun:
     @property
     def staged(self) -> bool:
         """Whether ranks hold different parts of the model, so that their times do not compare."""
-        return any(len(group["ranks"]) > 1 for plan in self.plans for group in plan["groups"])
+        return any(len(group["ranks"]) > 1 for plan in self.plans for group in plan.get("groups", ()))
 
     @property
     def plans(self) -> list[Mapping[str, Any]]:
@@ -293,7 +293,7 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
         batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
         changes=changes, queues=tuple(_queues(by_rank, number)),
-        metrics=tuple((_number(e, number), e.data) for e in _of_kind(by_rank, "metrics")) if steps else (),
+        metrics=tuple((_number(e, number), _numbers(e.data)) for e in _of_kind(by_rank, "metrics")) if steps else (),
         counts=last("server"), plan=last("plan"), about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
     )  # fmt: skip
@@ -350,6 +350,11 @@ def _on_one_clock(steps: Sequence[RunStep], opened: Mapping[int, float], *, meet
     for step in steps:
         moved = {r: replace(turn, end_s=turn.end_s - ahead[r] - begin_s) for r, turn in step.turns.items()}
         yield replace(step, turns=moved)
+
+
+def _numbers(values: Mapping[str, Any]) -> Mapping[str, float]:
+    """Returns what are numbers; null stands for NaN and infinity."""
+    return {n: math.nan if v is None else float(v) for n, v in values.items() if isinstance(v, int | float | None)}
 
 
 def _number(event: Event, number: Mapping[tuple[int, int], int]) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.plan.estimate import EngineName
@@ -18,6 +17,7 @@ from lightning_hetero.plan.planner import ENGINES, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import like_another, without
+from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
 from lightning_hetero.solvers.placement import evaluate_plan
@@ -75,34 +75,43 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
     if run.ranks < 2 or run.staged or not run.steps:
         return None
     try:
-        setup, few = setup_from_run(run), setup_from_run(run, most_steps=_FEW_STEPS)
-    except ValueError:  # no full batch, or a rank has never worked
+        setup = setup_from_run(run)
+    except ValueError:  # files are missing, no full batch, or a rank has never worked
         return None
     if setup.series < 2:
         return None
+    few = replace(setup, slowness=tuple(times[-_FEW_STEPS:] for times in setup.slowness))
     answer = plan(setup, ("ddp", "balanced", "stale"))
     engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
     beside: EngineName = engine if engine != "ddp" else "balanced"
     each = setup.global_batch / run.ranks
-    typical_s = [cost.seconds(each) * few.mean_slowness(rank) for rank, cost in enumerate(few.costs)]
+    typical_s = [cost.seconds(each) * setup.mean_slowness(rank) for rank, cost in enumerate(setup.costs)]
     slowest_first = sorted(range(run.ranks), key=lambda rank: -typical_s[rank])
+    engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
+    measured_s = ledger_of(run).step_s
+    if run.engine in engines:
+        engines[run.engine] = measured_s
+
+    def of_few(name: EngineName, asked: Setup) -> float:
+        """Of fewer steps, because it is asked often: in the ratio to the present ranks, whose time is known."""
+        return engines[name] * _step_s(name, asked) / now_s[name]
+
+    now_s = {name: _step_s(name, few) for name in (engine, beside)}
     dropped: list[Dropped] = []
     for count in range(min(run.ranks, _MOST_RANKS)):
-        rest = without(few, slowest_first[:count])
-        ddp_s = _step_s("ddp", rest)
-        engine_s = ddp_s if rest.ranks == 1 else _step_s(beside, rest)
-        dropped.append(Dropped(ranks=tuple(slowest_first[:count]), ddp_s=ddp_s, engine_s=engine_s))
-    steps = [run.steps[number] for number in run.full]
-    taken = [step.step_s for step in steps] if run.meets else run.taken_s(steps)
+        gone = slowest_first[:count]
+        ddp_s = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
+        engine_s = ddp_s if count == run.ranks - 1 else of_few(beside, without(few, gone))
+        dropped.append(Dropped(ranks=tuple(gone), ddp_s=ddp_s, engine_s=engine_s))
     return Alternatives(
         engine=run.engine,
         samples=setup.global_batch,
-        measured_s=fmean(taken[-setup.series :]),
-        engines={one.engine: one.step_s if one.ok else math.nan for one in answer.estimates},
+        measured_s=measured_s,
+        engines=engines,
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
-        few_s=dropped[0].ddp_s if engine == "ddp" else dropped[0].engine_s,
+        few_s=engines[engine],
         mended={
-            rank: _step_s(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
+            rank: of_few(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
             for rank in sorted(slowest_first[:_MOST_RANKS])
         },
         dropped=tuple(dropped),

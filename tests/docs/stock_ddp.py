@@ -1,20 +1,21 @@
-"""``python -m tests.docs.stock_ddp``: writes the table of docs/reference/drop_in.md from the marks of the tests.
+"""``python -m tests.docs.stock_ddp``: writes the tables of docs/reference/drop_in.md from the marks of the tests.
 
-    @pytest.mark.stock_ddp("optimization: gradient accumulation", "balanced", "stale")
-    @pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank holds some of the parameters only")
+    @pytest.mark.stock_ddp("accumulate_grad_batches", "balanced", "stale")
+    @pytest.mark.stock_ddp("lbfgs", "pipeline", refused="each rank has the gradients of its own layers only")
+    @pytest.mark.stock_ddp("log_step", "stale", differs="the value is the rank's own")
 
-The first argument is *part: what*, both as a reader of the table sees them. The engines are those that the test runs.
-``refused``: the test checks that the engine refuses it; why, in a few words. A mark stands on a test function or on a
-test class; the tests are read, not imported.
+Rows are those of `tests.docs.features`, by key; one mark may name several. The engines are those that the test runs;
+none named: all three. ``refused``: the test checks that the engine refuses it; why, in a few words. ``differs``: it
+works, but not as under DDP, or needs a word; what. A mark stands on a test function; the tests are read, not imported.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from typing import NamedTuple
 
+from tests.docs.features import features
 from tests.docs.kit import REFERENCE, ROOT
 
 MARK = "stock_ddp"
@@ -26,9 +27,9 @@ _BEGIN, _END = "<!-- from the tests: python -m tests.docs.stock_ddp -->", "<!-- 
 class Mark(NamedTuple):
     """One mark on one test."""
 
-    what: str
+    rows: tuple[str, ...]
     engines: tuple[str, ...]
-    refused: str | None
+    said: str
     test: str
 
 
@@ -39,74 +40,66 @@ def marks() -> list[Mark]:
         ValueError: one is not as the module says; names the test.
     """
     found = []
+    known = {key for group in features().values() for key in group}
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         source = file.read_text()
         if MARK not in source:
             continue
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.FunctionDef):
                 test = f"{file.relative_to(ROOT)}::{node.name}"
                 decorators = [d for d in node.decorator_list if ast.unparse(d).startswith(f"pytest.mark.{MARK}")]
-                found += [_mark(decorator, test) for decorator in decorators]
+                found += [_mark(decorator, test, known) for decorator in decorators]
     return found
 
 
-def _mark(decorator: ast.expr, test: str) -> Mark:
+def _mark(decorator: ast.expr, test: str, known: set[str]) -> Mark:
     try:
         assert isinstance(decorator, ast.Call)
-        what, *engines = [ast.literal_eval(argument) for argument in decorator.args]
-        refused = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}.pop("refused", None)
-        assert engines and set(engines) <= set(ENGINE_NAMES) and re.fullmatch(r"[^:|]+: [^|]+", what)
-        assert "|" not in (refused or "")
+        names = [ast.literal_eval(argument) for argument in decorator.args]
+        words = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+        rows = tuple(name for name in names if name not in ENGINE_NAMES)
+        assert rows and len(words) <= 1 and words.keys() <= {"refused", "differs"}
+        assert all(isinstance(word, str) and word and "|" not in word for word in words.values())
     except (AssertionError, ValueError) as error:
         raise ValueError(
-            f'{test}: write @pytest.mark.{MARK}("part: what", engine, ..., refused="why, if it is") with literal'
+            f'{test}: write @pytest.mark.{MARK}("row", ..., engine, ..., refused="why", or differs="what") with literal'
             f" strings and engines among {ENGINE_NAMES}"
         ) from error
-    return Mark(what, tuple(engines), refused, test)
+    if unknown := set(rows) - known:
+        raise ValueError(f"{test}: no row {sorted(unknown)} in tests/docs/features.py")
+    engines = tuple(name for name in names if name in ENGINE_NAMES) or ENGINE_NAMES
+    said = next((f"{'no' if kind == 'refused' else kind}: {word}" for kind, word in words.items()), "yes")
+    return Mark(rows, engines, said, test)
 
 
-def table() -> str:
-    """Returns what the tests show, in Markdown: a table of what some engine refuses, and lists of all else by part.
+def table(found: list[Mark]) -> str:
+    """Returns what the tests show, in Markdown: a table for each group of rows.
 
     Raises:
-        ValueError: tests contradict one another: one shows that an engine takes it, another that it refuses.
+        ValueError: tests contradict one another on a cell, or a cell has none.
     """
-    cells: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for mark in marks():
-        for engine in mark.engines:
-            cells[mark.what][engine].add("yes" if mark.refused is None else f"no: {mark.refused}")
-    rows = ["| | " + " | ".join(ENGINE_NAMES) + " |", "|---" * (len(ENGINE_NAMES) + 1) + "|"]
-    works: dict[str, list[str]] = defaultdict(list)
-    for what in sorted(cells, key=str.lower):
-        for engine, said in cells[what].items():
-            if len(said) > 1:
-                raise ValueError(f"tests contradict one another on {what!r} under {engine}: {sorted(said)}")
-        row = {engine: next(iter(cells[what][engine]), "") for engine in ENGINE_NAMES}
-        part, _, name = what.partition(": ")
-        if any(said.startswith("no") for said in row.values()):
-            rows.append(f"| {name} | " + " | ".join(_repeated_once(row)) + " |")
-        else:
-            tested = ", ".join(engine for engine, said in row.items() if said)
-            works[part].append(name if all(row.values()) else f"{name} ({tested})")
-    lists = [f"- **{part}**: {'; '.join(names)}." for part, names in works.items()]
-    head = "What tests show to work (under all three engines, or those in brackets):"
-    return "\n".join([*rows, "", head, "", *lists])
-
-
-def _repeated_once(row: dict[str, str]) -> list[str]:
-    """Returns the cells of a row; a reason that an engine further left has given is not said again."""
-    first: dict[str, str] = {}
-    for engine, said in row.items():
-        first.setdefault(said, engine)
-    return [
-        f"no: as {first[said]}" if said.startswith("no") and first[said] != engine else said
-        for engine, said in row.items()
-    ]
+    cells: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for mark in found:
+        for row in mark.rows:
+            for engine in mark.engines:
+                cells[row, engine].add(mark.said)
+    if wrong := [f"{row} under {engine}: {sorted(said)}" for (row, engine), said in cells.items() if len(said) > 1]:
+        raise ValueError(f"tests contradict one another: {wrong}")
+    every = [(row, engine) for group in features().values() for row in group for engine in ENGINE_NAMES]
+    if missing := [f"{row} ({engine})" for row, engine in every if (row, engine) not in cells]:
+        raise ValueError(f"no test shows, by a mark {MARK}, what holds of: {', '.join(missing)}")
+    parts = []
+    for group, rows in features().items():
+        lines = [f"| {group} | " + " | ".join(ENGINE_NAMES) + " |", "|---" * (len(ENGINE_NAMES) + 1) + "|"]
+        for key, text in rows.items():
+            lines.append(f"| {text} | " + " | ".join(next(iter(cells[key, engine])) for engine in ENGINE_NAMES) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def page_with(text: str) -> str:
-    """Returns the page with this table in the place of its own."""
+    """Returns the page with these tables in the place of its own."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
     assert end, f"{PAGE.name} lacks the lines {_BEGIN!r} and {_END!r}"
@@ -114,4 +107,4 @@ def page_with(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with(table()))
+    PAGE.write_text(page_with(table(marks())))

@@ -29,6 +29,7 @@ def run(*arguments: str, cold: bool = False) -> str:
     return done.stdout
 
 
+@pytest.mark.stock_ddp("popen", "balanced")
 def test_plain_script_both_ways_reach_the_same() -> None:
     jobs = {
         "DDPStrategy": partial(run, "01_balanced.py"),
@@ -40,6 +41,25 @@ def test_plain_script_both_ways_reach_the_same() -> None:
         assert found and int(found[1]) == 2 * 23
         accuracies.append(float(found[2]))
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.03)  # float32 and the order of summation
+
+
+def test_the_first_run_needs_nothing_more_and_draws_both_runs(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('blocked')")
+    done = programs.run(["-m", "lightning_hetero", "kept"], tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    lines = done.stdout.splitlines()
+    ways = {}
+    for name in ("ddp", "hetero_balanced"):
+        (at,) = (i for i, line in enumerate(lines) if line.startswith(f"{name}: "))
+        found = re.fullmatch(rf"{name}: (\d+) ms per step, samples per rank (\d+/\d+/\d+/\d+)", lines[at])
+        assert found and sum(map(int, found[2].split("/"))) == 64
+        drawn = [re.fullmatch(rf"rank {rank}  ([█·]+)", lines[at + 1 + rank]) for rank in range(4)]
+        assert len({len(line[1]) for line in drawn if line}) == 1 and all(drawn)
+        ways[name] = int(found[1])
+        assert (tmp_path / "kept" / name / "rank3.jsonl").exists()
+    times = re.fullmatch(r"hetero_balanced is ([\d.]+) times as fast as stock DDP\.", lines[-1])
+    assert times and float(times[1]) == pytest.approx(ways["ddp"] / ways["hetero_balanced"], abs=0.1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "sklearn.py"]
 
 
 @pytest.mark.long
@@ -54,6 +74,7 @@ def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     assert hetero.stderr.count("go on without") == 1
 
 
+@pytest.mark.stock_ddp("popen", "pipeline")
 @pytest.mark.long
 def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -> None:
     jobs = {name: partial(run, "05_pipeline.py", *name) for name in ((), ("--hetero",))}

@@ -188,7 +188,7 @@ def expected() -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in net.parameters()]
 
 
-@pytest.mark.stock_ddp("launching: popen, spawn, fork, torchrun", "balanced")
+@pytest.mark.stock_ddp("spawn", "balanced")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_launcher_trains_to_the_same_weights(runs: Runs, way: str) -> None:
     folder, done = outcome(runs, way)

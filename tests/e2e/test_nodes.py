@@ -101,9 +101,7 @@ def expected(engine: str) -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in net.parameters()]
 
 
-@pytest.mark.stock_ddp(
-    "launching: `prepare_data` on each node, or on the first", "balanced", "stale", "pipeline"
-)
+@pytest.mark.stock_ddp("prepare_data")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_and_what_is_per_node(said: Said, engine: str) -> None:
     for rank, (local, node) in PLACES.items():
@@ -113,9 +111,7 @@ def test_ranks_and_what_is_per_node(said: Said, engine: str) -> None:
         assert one["prepared"] == (local == 0 if engine != "pipeline" else rank == 0)
 
 
-@pytest.mark.stock_ddp(
-    "launching: torchrun and SLURM on several, also uneven nodes", "balanced", "stale", "pipeline"
-)
+@pytest.mark.stock_ddp("devices", "torchrun", "slurm")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_are_those_of_one_process(said: Said, engine: str) -> None:
     for one in said[engine]:

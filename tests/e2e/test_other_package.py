@@ -1,4 +1,4 @@
-"""`pytorch_lightning` is a second copy of Lightning: our names there say so instead of being unknown."""
+"""`pytorch_lightning` is a second copy of Lightning: our strategies say so there; our callbacks observe its DDP."""
 
 from __future__ import annotations
 
@@ -13,17 +13,31 @@ import gc
 gc.disable()  # imports make no garbage, and are a fifth faster
 import warnings
 warnings.simplefilter("ignore")
+import lightning_hetero  # sorted by name, so it comes first
 import pytorch_lightning as pl
-import lightning_hetero
-pl.Trainer(strategy="hetero_balanced", accelerator="cpu", devices=2)
+from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+for strategy in ("hetero_balanced", "hetero_stale_spawn", lightning_hetero.LoadBalancedStrategy()):
+    try:
+        pl.Trainer(strategy=strategy, accelerator="cpu", devices=2)
+    except (TypeError, ValueError) as error:
+        print(error)
+callbacks = [lightning_hetero.StragglerMonitor(), lightning_hetero.HeteroTrace("traced")]
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=2, callbacks=callbacks, **quiet)
+trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 8), 4))
 """
 
 
-def test_our_name_in_the_other_package_is_refused_with_the_reason() -> None:
+def test_the_other_package_is_told_of_in_our_words_and_our_callbacks_work_there(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=root, timeout=100, check=False
-    )
-    assert done.returncode != 0
-    assert "Import lightning.pytorch instead of pytorch_lightning" in done.stderr
+    program = f"import sys\nsys.path.insert(0, {str(root)!r}){PROGRAM}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    name, spawned, given = done.stdout.splitlines()
+    assert name == spawned and "Import lightning.pytorch instead of pytorch_lightning" in name
+    assert "not for pytorch_lightning's: import lightning.pytorch instead" in given
+    assert (tmp_path / "traced" / "rank0.jsonl").stat().st_size

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.report.page.build import page_of
+from lightning_hetero.report.page.facts import RunFacts
 from tests.pure.report.kit import RUNS, SHOWN
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
@@ -55,8 +56,8 @@ for (const [name, text] of Object.entries(pages)) {
 
 def shown_in_browser(folder: Path, *, dark: bool) -> tuple[dict[str, dict[str, Any]], str]:
     """Returns what the browser found in each page, and what it said."""
-    pages = {name: page_of(run) for name, run in RUNS.items()}
-    pages["two runs"] = page_of(RUNS["ddp"], RUNS["balanced"])
+    pages = {name: page_of(RunFacts(run)) for name, run in RUNS.items()}
+    pages["all compared"] = page_of(*map(RunFacts, RUNS.values()))
     script = json.dumps(pages).replace("</", "<\\/")
     harness = folder / "harness.html"
     harness.write_text(HARNESS.replace("WIDTH", str(PHONE)).replace("PAGES", script))
@@ -77,7 +78,7 @@ def shown_in_browser(folder: Path, *, dark: bool) -> tuple[dict[str, dict[str, A
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_page_loads_draws_and_fits_a_phone(tmp_path: Path, dark: bool) -> None:
     found, said = shown_in_browser(tmp_path, dark=dark)
-    assert set(found) == {*RUNS, "two runs"}
+    assert set(found) == {*RUNS, "all compared"}
     assert "CONSOLE" not in said, said
     for name, page in found.items():
         assert page["needed"] <= page["width"] == PHONE, (name, page)

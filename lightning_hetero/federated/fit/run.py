@@ -104,6 +104,10 @@ class FederatedRun(ElasticRun[OwnBinder]):
     def step_report(self) -> StepReport | None:
         return self._last_report
 
+    @property
+    def meets(self) -> bool:
+        return False
+
     def take_reports(self) -> list[StepReport]:
         reports = list(self._reports)
         self._reports.clear()

@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.pipeline.decide.costs import model_to_plain
@@ -184,9 +183,10 @@ class PipelineRun(RunOnRank):
         groups = () if self.place is None else self.place.planned.plan.groups
         return None if groups and all(len(group.ranks) == 1 for group in groups) else []
 
-    def waiting_in(self, report: StepReport) -> float:
-        """Bubbles are waiting, too, but where each rank is a separate pipeline it has no bubbles."""
-        return super().waiting_in(report) if self.take_reports() is None else not_working(report.records)
+    @property
+    def meets(self) -> bool:
+        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
+        return self.take_reports() is None
 
     def engine_metrics(self) -> dict[str, float]:
         """Changes of plan so far; nothing without a controller."""

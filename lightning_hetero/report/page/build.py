@@ -1,19 +1,21 @@
-"""A run, or two beside one another, as one HTML file that needs nothing else (layer P).
+"""A run, or a comparison of several, as one HTML file that needs nothing else (layer P).
 
 No script, no font, no address; light and dark by the reader's preference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import NamedTuple
 
-from lightning_hetero.record.run import RecordedRun, named
+from lightning_hetero.record.run import named
 from lightning_hetero.report.page import engine_views, views
+from lightning_hetero.report.page.compare import figures, names_of, outcome
 from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, variables
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
-from lightning_hetero.report.verdict import STRATEGIES, verdict_of
+from lightning_hetero.report.verdict import begun
 
 _STYLE = f"""
 :root{{color-scheme:light dark;{variables(LIGHT)}}}
@@ -37,6 +39,7 @@ svg{{display:block;width:100%;max-width:560px;height:auto;margin:.4em 0;font:12p
 table{{border-collapse:collapse;font-size:.88rem;overflow-wrap:normal}}
 th,td{{text-align:left;padding:.25em .7em .25em 0;border-bottom:1px solid var(--grid);vertical-align:top}}
 th{{color:var(--mute);font-weight:600}}
+details{{font-size:.9rem}}pre{{white-space:pre-wrap;font-size:.8rem}}
 @media print{{section{{break-inside:avoid}}}}
 """
 _HEAD = (
@@ -56,8 +59,7 @@ _NOTES = (
 _PIPELINE_NOTE = (
     "For a pipeline, what-if is its plan's model, multiplied by what batches took over what the model says of the plan."
 )
-_NO_STEPS = "Own work was not measured: add StragglerMonitor() to the Trainer's callbacks."
-_ONE_RANK = "One rank has nobody to be compared with."
+_ONE_RANK = "there is one rank, which has no other to compare with"
 
 
 class _View(NamedTuple):
@@ -70,18 +72,18 @@ class _View(NamedTuple):
     question: str
 
 
-_COMPARE = _View("compare", "Run A and run B", 0, engine_views.compare, "Did it help?")
 _VIEWS = (
+    _View("course", "Over time", 1, views.course, "How did loss and throughput develop?"),
     _View("timeline", "Time lines", 2, views.timeline,
           "Who works, who waits, and what would an even split look like?"),
     _View("spent", "Where the time went", 1, views.spent,
           "How much of each rank's time is work, exchange and waiting, and for whom?"),
     _View("stages", "Ranks and stages of a step", 2, views.stages, "Is it one rank, one stage, or all?"),
-    _View("what-if", "What if", 2, views.what_if, "What would another engine win, a mended rank, or fewer cards?"),
+    _View("what-if", "What if", 2, views.what_if, "What would another engine, a faster rank, or fewer devices give?"),
     _View("shares", "Shares and decisions", 1, views.shares,
-          "What was decided, why, and did it give what it promised?"),
+          "What was decided, why, and did it help as expected?"),
     _View("scores", "Slow ranks, slow times", 2, views.scores,
-          "Is it one rank, one stretch of time, or all; beside the others, or beside itself?"),
+          "Is it one rank, one stretch of time, or all of them?"),
     _View("pipeline", "Pipeline", 0, engine_views.pipeline,
           "What does each stage do when, and is a stage slower than planned?"),
     _View("staleness", "Staleness and server", 0, engine_views.staleness,
@@ -90,57 +92,99 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def page_of(
-    run: RecordedRun,
-    other: RecordedRun | None = None,
-    results: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
-) -> str:
-    """Returns the page of a run.
+def page_of(*runs: RunFacts) -> str:
+    """Returns the page of a run, or of several a comparison."""
+    return _page_of_one(runs[0]) if len(runs) == 1 else _page_of_many(runs)
 
-    Args:
-        run: the run.
-        other: another one; then the first view compares the two, and all others are the first run's.
-        results: what their ``result.json`` say; empty: nothing.
-    """
-    facts = RunFacts(run, other, results)
+
+def _page_of_one(facts: RunFacts) -> str:
+    run, verdict = facts.run, facts.verdict
     links, sections, absent = list[Markup](), list[Markup](), list[Markup]()
-    for view in (*([] if other is None else [_COMPARE]), *_VIEWS):
-        answer, body = _NO_STEPS if view.ranks and not run.steps else _ONE_RANK, Markup()
-        if not view.ranks or (run.steps and run.ranks >= view.ranks):
+    for view in _VIEWS:
+        answer, body = begun(facts.ledger.problem or _ONE_RANK) + ".", Markup()
+        if not view.ranks or (not facts.ledger.problem and run.ranks >= view.ranks):
             answer, body = view.draw(facts)
         if not body:
             absent.append(element("li", element("b", view.title), f": {answer}"))
             continue
         links.append(element("a", view.title, href=f"#{view.name}"))
-        asked, answered = element("p", view.question, class_="question"), element("p", answer, class_="answer")
-        sections.append(element("section", element("h2", view.title), asked, answered, body, id=view.name))
+        sections.append(_section(view.name, view.title, view.question, answer, body))
     if absent:
         sections.append(element("section", element("h2", "Left out"), element("ul", *absent), id="left-out"))
-    verdict = verdict_of(run, facts.waiting, facts.scores, facts.alternatives)
-    said = [element("p", text) for text in (verdict.cause, verdict.next_step, verdict.gain) if text]
-    notes = [*_NOTES, *([_PIPELINE_NOTE] if run.engine == "pipeline" else []), *(f"Fault: {one}" for one in run.faults)]
+    notes = [*_NOTES, *(f"Fault: {one}" for one in run.faults)]
+    notes += [_PIPELINE_NOTE] if run.engine == "pipeline" else []
     counted = element("ul", *(element("li", note) for note in notes))
-    headline = element("p", " · ".join(_headline(run, results[0])), class_="mute")
-    waited = element("p", verdict.waited, class_="waited")
-    main = element(
-        "main",
-        element("header", element("h1", run.name), headline),
-        element("div", waited, *said, class_=f"verdict {verdict.level}", id="verdict"),
-        element("nav", *links),
-        *sections,
-        element("section", element("h2", "How it was counted"), counted, id="notes"),
-    )
-    head = element("head", Markup(_HEAD), element("title", run.name), element("style", Markup(_STYLE)))
+    sections.append(element("section", element("h2", "How it was counted"), counted, id="notes"))
+    header = [element("h1", facts.title), element("p", " · ".join(_headline(facts)), class_="mute"), _origin(facts)]
+    opened = _verdict(verdict.level, verdict.headline, verdict.said, "verdict")
+    return _page(facts.title, header, opened, links, sections)
+
+
+def _page_of_many(runs: Sequence[RunFacts]) -> str:
+    names = names_of(runs)
+    title = f"{' and '.join(names)} compared" if len(runs) == 2 else f"{len(runs)} runs compared: {', '.join(names)}"
+    answer, body = views.curves([(name, one.run) for name, one in zip(names, runs, strict=True)])
+    links = [element("a", "Side by side", href="#figures")]
+    sections = [_section("figures", "Side by side", "What did each run come to?", "", figures(runs))]
+    if body:
+        sections.append(_section("course", "Over time", "Which run learns faster?", answer, body))
+        links.append(element("a", "Over time", href="#course"))
+    for number, (name, one) in enumerate(zip(names, runs, strict=True)):
+        told = [*_headline(one), f"folder {one.run.name}"]
+        verdict = _verdict(one.verdict.level, one.verdict.headline, one.verdict.said)
+        inside = [element("h2", name), element("p", " · ".join(told), class_="mute"), _origin(one), verdict]
+        sections.append(element("section", *inside, id=f"run-{number}"))
+        links.append(element("a", name, href=f"#run-{number}"))
+    first, *others = outcome(runs)
+    return _page(title, [element("h1", title)], _verdict("good", first, others, "verdict"), links, sections)
+
+
+def _page(
+    title: str, header: Sequence[Markup], verdict: Markup, links: Sequence[Markup], body: Sequence[Markup]
+) -> str:
+    main = element("main", element("header", *header), verdict, element("nav", *links), *body)
+    head = element("head", Markup(_HEAD), element("title", title), element("style", Markup(_STYLE)))
     return Markup("<!DOCTYPE html>\n") + element("html", head, element("body", main), lang="en") + "\n"
 
 
-def _headline(run: RecordedRun, result: Mapping[str, Any]) -> list[str]:
-    facts = [STRATEGIES.get(run.engine, run.engine), f"{run.ranks} ranks", f"{run.batches} steps"]
+def _verdict(level: str, headline: str, said: Sequence[str], id: str = "") -> Markup:
+    words = [element("p", headline, class_="waited"), *(element("p", text) for text in said)]
+    return element("div", *words, class_=f"verdict {level}", id=id)
+
+
+def _section(name: str, title: str, question: str, answer: str, body: Markup) -> Markup:
+    asked = element("p", question, class_="question")
+    answered = element("p", answer, class_="answer") if answer else Markup()
+    return element("section", element("h2", title), asked, answered, body, id=name)
+
+
+def _headline(facts: RunFacts) -> list[str]:
+    run, result = facts.run, facts.result
+    told = [f"{run.ranks} ranks" if run.ranks > 1 else "1 rank", f"{run.batches} steps"]
     if scenario := result.get("scenario"):
-        facts.append(f"emulation {scenario}")
+        told.append(f"emulation {scenario}")
     if result.get("fit_s") is not None:
-        facts.append(f"fit {float(result['fit_s']):.1f} s")
+        told.append(f"fit {float(result['fit_s']):.1f} s")
     metric = named(result.get("metric"))
     if metric.get("value") is not None:
-        facts.append(f"{metric['name']} {float(metric['value']):.4g}")
-    return facts
+        told.append(f"{metric['name']} {float(metric['value']):.4g}")
+    return told
+
+
+def _origin(facts: RunFacts) -> Markup:
+    """Returns when, where and with what the run was made, and its configuration."""
+    run, about = facts.run, facts.run.about
+    told = list[str]()
+    if isinstance(began_s := about.get("unix_s"), float):
+        told.append(f"{datetime.fromtimestamp(began_s, timezone.utc):%Y-%m-%d %H:%M} UTC")
+    hosts = dict.fromkeys(device.rpartition(" ")[0] for device in run.devices.values())
+    if hosts := [host for host in hosts if host]:
+        told.append(("hosts " if len(hosts) > 1 else "host ") + ", ".join(hosts[:4]) + (", …" if hosts[4:] else ""))
+    told += [f"{name} {version}" for name, version in named(about.get("versions")).items()]
+    if commit := about.get("commit"):
+        told.append(f"commit {commit}")
+    settings = {**named(about.get("trainer")), **named(about.get("hparams"))}
+    config = facts.config or "\n".join(f"{name}: {value}" for name, value in settings.items())
+    line = element("p", " · ".join(told), class_="mute") if told else Markup()
+    more = element("details", element("summary", "Configuration"), element("pre", config))
+    return line + more if config else line

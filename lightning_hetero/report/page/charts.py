@@ -108,7 +108,6 @@ class Line:
     kind: str
     y: Sequence[float]
     x: Sequence[float] = field(default_factory=list[float])
-    dashed: bool = False
     dots: bool = False
 
 
@@ -120,15 +119,19 @@ def lines(
     y_name: str,
     marks: Sequence[tuple[float, str]] = (),
     level: float = math.nan,
+    fit: bool = False,
+    whole: bool = True,
 ) -> Markup:
-    """Returns a line chart.
+    """Returns a line chart, of several lines with a legend.
 
     Args:
         series: lines; without ``x`` points are numbered from 0.
         label: what it says.
-        x_name, y_name: of the axes; x counts something.
+        x_name, y_name: of the axes.
         marks: places on the x axis with a vertical line, and what happened there.
         level: a horizontal line.
+        fit: the y axis begins near the least value, not at 0.
+        whole: x counts something.
     """
     points = [
         _thinned([(a, b) for a, b in zip(line.x or range(len(line.y)), line.y, strict=True) if not math.isnan(b)])
@@ -136,7 +139,7 @@ def lines(
     ]
     values = [b for line in points for _, b in line] + ([] if math.isnan(level) else [level])
     xs = [a for line in points for a, _ in line] or [0.0]
-    low, high = min([0.0, *values]), max(values, default=1.0)
+    low, high = min(values if fit and values else [0.0, *values]), max(values, default=1.0)
     if high - low < 1e-12:
         high = low + 1.0
     y_ticks = _ticks(low, high, most=5)
@@ -154,7 +157,7 @@ def lines(
         y = at(x_low, tick)[1]
         drawing.line(left, y, WIDTH - _RIGHT, y, "grid")
         drawing.text(left - 5.0, y + 4.0, f"{tick:g}", "mute", anchor="end")
-    for tick in _ticks(x_low, x_high, most=6, least=1.0):
+    for tick in _ticks(x_low, x_high, most=6, least=float(whole)):
         drawing.text(at(tick, low)[0], bottom + 15.0, f"{tick:g}", "mute", anchor="middle")
     drawing.text(WIDTH - _RIGHT, bottom + 29.0, x_name, "mute", anchor="end")
     for place, tip in marks:
@@ -163,12 +166,12 @@ def lines(
     if not math.isnan(level):
         drawing.line(left, at(x_low, level)[1], WIDTH - _RIGHT, at(x_low, level)[1], "bound")
     for line, known in zip(series, points, strict=True):
-        kind = f"line {line.kind}" + (" dashed" if line.dashed else "")
-        drawing.path([at(a, b) for a, b in known], kind, tip=line.name)
+        drawing.path([at(a, b) for a, b in known], f"line {line.kind}", tip=line.name)
         if (line.dots and len(known) <= _MOST_DOTS) or len(known) == 1:
             for a, b in known:
                 drawing.circle(*at(a, b), 3.0, line.kind, tip=f"{line.name}: {b:.4g}")
-    return drawing.svg()
+    keys = legend([(line.kind, line.name) for line in series]) if len(series) > 1 else Markup()
+    return keys + drawing.svg()
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -50,7 +50,7 @@ svg text.inside{{fill:var(--inside);font-size:11px}}
 .grid,.axis{{stroke:var(--grid);stroke-width:1}}.axis{{stroke:var(--mute)}}
 .mark{{stroke:var(--mark);stroke-width:1;stroke-dasharray:2 3}}
 .bound{{stroke:var(--bound);stroke-width:1.5;stroke-dasharray:6 3}}
-.line{{fill:none;stroke-width:1.8;stroke-linejoin:round}}.dashed{{stroke-dasharray:5 4}}
+.line{{fill:none;stroke-width:1.8;stroke-linejoin:round}}
 .cell{{fill:var(--cell);background:var(--cell)}}
 .work{{fill:var(--work);background:var(--work)}}.exchange{{fill:var(--exchange);background:var(--exchange)}}
 .idle{{fill:var(--idle);background:var(--idle)}}.hot{{fill:var(--hot)}}.cool{{fill:var(--cool)}}

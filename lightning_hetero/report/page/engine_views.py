@@ -1,14 +1,11 @@
-"""Views of what one engine alone has: its pipeline, its server, its budget; and of two runs (layer P)."""
+"""Views of what one engine alone has: its pipeline, its server, its budget (layer P)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
-from typing import Any
+from collections.abc import Sequence
 
-from lightning_hetero.record.ledger import Ledger
-from lightning_hetero.record.run import RecordedRun, named
+from lightning_hetero.record.run import named
 from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element, joined
@@ -134,7 +131,7 @@ def budget(facts: RunFacts) -> Drawn:
         return "No controller with a budget took part in this run.", Markup()
     names = list(dict.fromkeys(name for _, queues in run.queues for name in queues))
     x = [float(at) for at, _ in run.queues]
-    body = charts.legend([(charts.rank_kind(i), name) for i, name in enumerate(names)]) + charts.lines(
+    body = charts.lines(
         [
             charts.Line(name=n, kind=charts.rank_kind(i), x=x, y=[held.get(n, math.nan) for _, held in run.queues])
             for i, n in enumerate(names)
@@ -151,70 +148,3 @@ def budget(facts: RunFacts) -> Drawn:
         for name, value in run.queues[-1][1].items()
     ]
     return "; ".join(told) + ".", body
-
-
-# ---- run A beside run B ---------------------------------------------------------------------------------------
-
-
-def compare(facts: RunFacts) -> Drawn:
-    """Run A against run B."""
-    assert facts.other is not None
-    rows: list[list[str]] = []
-    answer, body = "Their steps cannot be compared: own work was not measured in both.", Markup()
-    for name, a, b, less_is_better in compared(facts):
-        change = b / a - 1.0 if a else math.nan
-        told = better = ""
-        if math.isfinite(change):
-            told = f"{'+' if change > 0 else '-'}{percent(abs(change))}"
-            if less_is_better is not None and abs(change) >= 0.005:
-                better = "better" if (change < 0) == less_is_better else "worse"
-        rows.append([name, _number(a), _number(b), told or "-", better])
-        if told and not body:
-            answer = f"B takes {percent(abs(change))} {'less' if change < 0 else 'more'} time per sample than A."
-            drawn = [charts.Bar(name=run, parts=[(kind, s)], text=f"{s:.3g} s") for run, kind, s in
-                     (("A", "r0", a), ("B", "r1", b))]  # fmt: skip
-            body = charts.bars(drawn, label="time per 1,000 samples")
-    head = ["", f"A: {facts.run.name}", f"B: {facts.other.name}", "change", ""]
-    return answer, body + table(head, rows) if rows else Markup()
-
-
-def per_sample_s(run: RecordedRun) -> float:
-    """Returns what a sample took in training, validation and what is between epochs left out [s]; NaN where own work
-    was not measured."""
-    samples = math.fsum(step.samples for step in run.steps)
-    return fmean(run.taken_s()) * len(run.steps) / samples if samples else math.nan
-
-
-def _waiting(figure: Callable[[Ledger], float]) -> Callable[[RunFacts], float]:
-    return lambda one: figure(one.waiting) if one.run.steps else math.nan
-
-
-_FIGURES: tuple[tuple[str, Callable[[RunFacts], float], bool | None], ...] = (
-    ("time per 1,000 samples, within epochs [s]", lambda one: 1e3 * per_sample_s(one.run), True),
-    ("waiting [%]", _waiting(lambda waiting: 100 * waiting.waited), True),
-    ("exchange of gradients [%]", _waiting(lambda waiting: 100 * waiting.exchange), True),
-    ("device-seconds in steps", _waiting(lambda waiting: waiting.total.total_s), None),
-    ("fit, start-up left out [s]", lambda one: _value(one.results[0], "fit_s"), True),
-    ("samples per second of the fit", lambda one: _value(one.results[0], "samples_per_s"), False),
-)
-
-
-def compared(facts: RunFacts) -> list[tuple[str, float, float, bool | None]]:
-    """Returns the figures that both runs, or one of them, have: name, the runs' values, whether less is better."""
-    assert facts.other is not None
-    other = RunFacts(facts.other, None, (facts.results[1], facts.results[0]))
-    found = [(name, figure(facts), figure(other), less) for name, figure, less in _FIGURES]
-    a, b = (named(result.get("metric")) for result in facts.results)
-    names = {str(metric["name"]) for metric in (a, b) if metric.get("name")}
-    if len(names) == 1:
-        found.append((names.pop(), _value(a, "value"), _value(b, "value"), a.get("mode", b.get("mode")) == "min"))
-    return [one for one in found if not (math.isnan(one[1]) and math.isnan(one[2]))]
-
-
-def _value(values: Mapping[str, Any], name: str) -> float:
-    value = values.get(name)
-    return math.nan if value is None else float(value)
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4g}"

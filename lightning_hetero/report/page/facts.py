@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
 from lightning_hetero.report.scores import Scores, scores_of
 from lightning_hetero.report.spent import StepStages, outliers_of, step_stages_of
+from lightning_hetero.report.verdict import Verdict, engine_name, verdict_of
 from lightning_hetero.report.what_if import Alternatives, alternatives_of
 
 _MOST_RANKS = 16  # of a drawing
@@ -19,14 +20,20 @@ _MOST_RANKS = 16  # of a drawing
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, another one to compare with, what their ``result.json`` say, and what is computed of the run once."""
+    """A run, what its ``result.json`` says, the text of its configuration, and what is computed of it once."""
 
     run: RecordedRun
-    other: RecordedRun | None
-    results: tuple[Mapping[str, Any], Mapping[str, Any]]
+    result: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    config: str = ""
+
+    @property
+    def title(self) -> str:
+        """The engine, and the folder where that is a name and no number."""
+        named = any(letter.isalpha() for letter in self.run.name)
+        return engine_name(self.run.engine) + (f": {self.run.name}" if named else "")
 
     @cached_property
-    def waiting(self) -> Ledger:
+    def ledger(self) -> Ledger:
         return ledger_of(self.run)
 
     @cached_property
@@ -47,6 +54,10 @@ class RunFacts:
     def alternatives(self) -> Alternatives | None:
         return alternatives_of(self.run, self.pipeline)
 
+    @cached_property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.run, self.ledger, self.scores, self.alternatives)
+
     @property
     def ranks(self) -> list[int]:
         """The ranks to draw: all, or of many the slow ones and those with most and least work."""
@@ -54,7 +65,7 @@ class RunFacts:
         if len(ranks) <= _MOST_RANKS:
             return ranks
         half = _MOST_RANKS // 2
-        by_work = sorted(ranks, key=lambda rank: -self.waiting.ranks[rank].compute_s)
+        by_work = sorted(ranks, key=lambda rank: -self.ledger.ranks[rank].compute_s)
         slow = [one.rank for one in outliers_of(self.times)][:_MOST_RANKS] if self.times is not None else []
         others = [rank for pair in zip(by_work[:half], by_work[::-1], strict=False) for rank in pair]
         return sorted(list(dict.fromkeys([*slow, *others]))[:_MOST_RANKS])

@@ -13,14 +13,17 @@ from typing import TypeAlias
 
 from lightning_hetero.record.ledger import spent_in
 from lightning_hetero.record.run import RecordedRun, RunChange, RunStep
+from lightning_hetero.report.course import losses_of, throughput_of
 from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
-from lightning_hetero.report.spent import StepStage, StepStages, of_known
+from lightning_hetero.report.spent import StepStage, StepStages
 from lightning_hetero.report.verdict import (
+    as_fast,
     begun,
-    gain_text,
+    engine_name,
     milliseconds,
+    others_text,
     percent,
     ranks_text,
     stage_answer,
@@ -33,6 +36,7 @@ Drawn: TypeAlias = tuple[str, Markup]
 
 _STEPS = 6  # of the time lines
 _MOST_CHANGES = 14  # of the table
+_MOST_LOSSES = 3  # drawn
 _SPENT = [("work", "own work"), ("exchange", "exchange of gradients"), ("idle", "waiting")]
 
 _HOLDS = {
@@ -67,11 +71,10 @@ def timeline(facts: RunFacts) -> Drawn:
     for step, spent in zip(chosen, spent_in(run, chosen), strict=True):
         for rank in facts.ranks:
             turn, own = step.turns[rank], spent[rank]
-            at_s = turn.begin_s - begin_s
             tip = f"step {step.index}, rank {rank}: {turn.samples:g} samples, {milliseconds(own.compute_s)} of work"
-            for kind, seconds in (("work", own.compute_s), ("idle", own.idle_s), ("exchange", own.exchange_s)):
-                actual[rank].append(charts.Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))
-                at_s += seconds
+            for _, kind, from_s, to_s in turn.slices({"idle": own.idle_s, "exchange": own.exchange_s}):
+                span = charts.Span(start_s=from_s - begin_s, end_s=to_s - begin_s, kind=kind, tip=tip)
+                actual[rank].append(span)
         work_s, exchange_s = ideal_s(run, step, min(own.exchange_s for own in spent.values()))
         ideal.append(charts.Span(start_s=now_s, end_s=now_s + work_s, kind="work"))
         ideal.append(charts.Span(start_s=now_s + work_s, end_s=now_s + work_s + exchange_s, kind="exchange"))
@@ -106,7 +109,7 @@ def ideal_s(run: RecordedRun, step: RunStep, exchange_s: float) -> tuple[float, 
 
 def spent(facts: RunFacts) -> Drawn:
     """Work, exchange and waiting of each rank, and for whom."""
-    run, waiting = facts.run, facts.waiting
+    run, waiting = facts.run, facts.ledger
     rows: list[charts.Bar] = []
     for rank in facts.ranks:
         own = waiting.ranks[rank]
@@ -176,6 +179,39 @@ def _short_ms(seconds: float) -> str:
     return f"{value:.0f}" if value >= 99.95 or value < 0.005 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
+# ---- over time ------------------------------------------------------------------------------------------------
+
+
+def course(facts: RunFacts) -> Drawn:
+    """Losses and throughput over time."""
+    return curves([("", facts.run)])
+
+
+def curves(runs: Sequence[tuple[str, RecordedRun]]) -> Drawn:
+    """Returns losses and throughput over time, each in one drawing for all of these named runs."""
+    losses = [losses_of(run) for _, run in runs]
+    names = sorted({name for found in losses for name in found}, key=lambda name: ("val" not in name.lower(), name))
+    words, drawn = list[str](), {name: [found.get(name, []) for found in losses] for name in names[:_MOST_LOSSES]}
+    for name, found in drawn.items():
+        ends = [f"{of} {curve[-1][1]:.4g}".strip() for (of, _), curve in zip(runs, found, strict=True) if curve]
+        words.append(f"{name} at the end: {', '.join(ends)}")
+    drawn["samples per second"] = [throughput_of(run) for _, run in runs]
+    body = Markup()
+    for name, found in drawn.items():
+        series = [
+            charts.Line(
+                name=of, kind=charts.rank_kind(i), x=[x for x, _ in curve], y=[y for _, y in curve], dots=name in names
+            )
+            for i, ((of, _), curve) in enumerate(zip(runs, found, strict=True))
+            if curve
+        ]
+        if series:
+            label, fit = f"{name} over time", name in names
+            body += charts.lines(series, label=label, x_name="seconds", y_name=name, fit=fit, whole=False)
+    nothing = "No loss was logged with self.log, so there is only the throughput" if body else "Nothing was recorded"
+    return ". ".join(words or [nothing]) + ".", body
+
+
 # ---- who is slow, and what would help -------------------------------------------------------------------------
 
 
@@ -202,70 +238,62 @@ def scores(facts: RunFacts) -> Drawn:
     ]
     if found.slow_windows:
         words.append(f"all ranks are slow in {len(found.slow_windows)} of {len(found.first)} stretches")
-    rows = [[str(r), f"{found.typical[r]:.2f}", f"{of_known(max, found.itself[r]):.2f}"] for r in ranks]
     body = element("p", "Seconds per item of work over the ranks' median; full colour from 1.5 on.") + drawing
-    body += table(["rank", "beside the others (median)", "beside itself (worst)"], rows)
     answer = ". ".join(map(begun, words)) or "Neither: all ranks take about as long per item of work, all along"
     return f"{answer}.{facts.shown}", body
 
 
 def what_if(facts: RunFacts) -> Drawn:
-    """Other engines, mended ranks, dropped cards."""
+    """Other engines, a faster rank, fewer devices."""
     what = facts.alternatives
     if what is None:
         pipeline = "layers were not measured, so there is no model of the plan to ask"
         few = "too few full global batches were recorded"
         return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", Markup()
-    known = {n: s for n, s in what.engines.items() if not (math.isnan(s) or n == what.engine == "pipeline")}
-    rows = [("as it was", "idle", what.measured_s), *((_short(name), "work", s) for name, s in known.items())]
+    others = {n: s for n, s in what.engines.items() if n != what.engine and not math.isnan(s)}
+    rows = [(f"{engine_name(what.engine)}, measured", "idle", what.measured_s)]
+    rows += [(f"{engine_name(name)}, about", "work", seconds) for name, seconds in others.items()]
     body = element("p", f"A global batch of {what.samples} samples:") + charts.bars(
         [charts.Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
         label="time of a batch by engine",
     )
-    answer = gain_text(what)
+    answer = others_text(what) or f"A global batch took {milliseconds(what.measured_s)}."
     if what.mended and what.few_s > 0:
         gains = {rank: max(0.0, 1.0 - step_s / what.few_s) for rank, step_s in what.mended.items()}
         top = max(gains, key=lambda rank: gains[rank])
         like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
-        if gains[top] > 0.005:
-            body += element("p", f"Saved under the same engine, if this rank were as fast as {like}:") + charts.bars(
-                [charts.Bar(name=f"rank {r}", parts=[("work", 100.0 * g)], text=percent(g)) for r, g in gains.items()],
-                label="saved by a mended rank",
-            )
-        mended = f" Rank {top}, mended, would save {percent(gains[top])}."
-        answer += mended if gains[top] > 0.02 else " No single rank, mended, would save 2 %."
+        if gains[top] > 0.02:
+            answer += f" If rank {top} were as fast as {like}, a step would be {as_fast(1.0 / (1.0 - gains[top]))}."
+        else:
+            answer += " No single rank holds up the others by 2 %."
     if len(what.dropped) > 1:
         taken = {"ddp": [one.ddp_s for one in what.dropped], what.beside: [one.engine_s for one in what.dropped]}
         count = [float(len(one.ranks)) for one in what.dropped]
-        body += element("p", "The same global batch without the slowest 0, 1, 2, … cards (memory is not looked at):")
-        body += charts.legend([(f"r{i}", _short(name)) for i, name in enumerate(taken)]) + charts.lines(
+        body += element("p", "The same global batch without the slowest 0, 1, 2, … devices (memory is ignored):")
+        body += charts.lines(
             [
-                charts.Line(name=_short(name), kind=f"r{i}", x=count, y=[1e3 * value for value in seconds], dots=True)
-                for i, (name, seconds) in enumerate(taken.items())
+                charts.Line(name=engine_name(n), kind=f"r{i}", x=count, y=[1e3 * value for value in s], dots=True)
+                for i, (n, s) in enumerate(taken.items())
             ],
-            label="time of a batch by cards dropped",
-            x_name="cards dropped, slowest first",
+            label="time of a batch by devices dropped",
+            x_name="devices dropped, slowest first",
             y_name="ms per global batch",
         )
-        words = [_dropped(_short(name), seconds, what) for name, seconds in taken.items()]
+        words = [_dropped(engine_name(name), seconds, what) for name, seconds in taken.items()]
         answer += f" {begun('; '.join(filter(None, words)))}."
     return answer, body
 
 
-def _short(engine: str) -> str:
-    return {"ddp": "stock DDP"}.get(engine, f"hetero_{engine}")
-
-
 def _dropped(name: str, taken_s: Sequence[float], what: Alternatives) -> str:
-    """Returns in words how many cards are best dropped under an engine; nothing where that is not known."""
+    """Returns in words which devices are best dropped under an engine; nothing where that is not known."""
     known = [(s, one.ranks) for s, one in zip(taken_s, what.dropped, strict=True) if not math.isnan(s)]
     if not known:
         return ""
     seconds, ranks = min(known, key=lambda pair: pair[0])
     saved = 1.0 - seconds / known[0][0]
     if not ranks or saved < 0.02:
-        return f"{name} is fastest with all cards"
-    return f"{name} is fastest without {ranks_text(sorted(ranks))} ({percent(saved)} less)"
+        return f"{name} is fastest with all devices"
+    return f"{name} is fastest without {ranks_text(sorted(ranks))} ({as_fast(1.0 / (1.0 - saved))})"
 
 
 def shares(facts: RunFacts) -> Drawn:
@@ -277,7 +305,7 @@ def shares(facts: RunFacts) -> Drawn:
     order = sorted(range(run.ranks), key=lambda rank: -samples[-1][rank])
     ranks = sorted(set(order[:4] + order[-4:]))
     x = [float(number) for number in run.full]
-    body = charts.legend([(charts.rank_kind(rank), f"rank {rank}") for rank in ranks]) + charts.lines(
+    body = charts.lines(
         [
             charts.Line(name=f"rank {rank}", kind=charts.rank_kind(rank), x=x, y=[float(one[rank]) for one in samples])
             for rank in ranks
@@ -293,8 +321,8 @@ def shares(facts: RunFacts) -> Drawn:
     if gains:
         given, promised = map(fmean, zip(*gains, strict=True))
         answer += (
-            f"; of the {len(gains)} that were measured the mean gain was {percent(given)} of a batch,"
-            f" and {percent(promised)} was promised"
+            f"; the {len(gains)} that were measured made a batch {percent(given)} shorter on average,"
+            f" {percent(promised)} was expected"
         )
     elif not changes and run.engine == "stale":
         answer = "No change was decided: samples per rank follow from who asks for work"
@@ -304,7 +332,7 @@ def shares(facts: RunFacts) -> Drawn:
         answer += f". The last full batch was shared {'/'.join(map(str, samples[-1][:16]))}"
     if changes:
         rows = [_change_row(change) for change in changes[-_MOST_CHANGES:]]
-        body += table(["step", "reason", "shares", "promised", "given"], rows)
+        body += table(["step", "reason", "shares", "expected", "measured"], rows)
     if len(changes) > _MOST_CHANGES:
         body += element("p", f"The last {_MOST_CHANGES} of {len(changes)} changes.")
     return answer + ".", body
@@ -312,5 +340,5 @@ def shares(facts: RunFacts) -> Drawn:
 
 def _change_row(change: RunChange) -> list[str]:
     shared = "/".join(map(str, change.shares[:16])) or change.kind
-    given = "given up: " + change.cancelled if change.cancelled else percent(change.realised_gain)
+    given = "cancelled: " + change.cancelled if change.cancelled else percent(change.realised_gain)
     return [str(change.step), change.reason, shared, percent(change.predicted_gain), given]

@@ -15,7 +15,6 @@ from lightning_hetero.base.elastic.ddp import ElasticRun
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
-from lightning_hetero.cluster.score import not_working
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
@@ -290,8 +289,9 @@ class StaleRun(ElasticRun[AssignedBinder]):
         measures = self._measures()
         return None if measures is None else self._since.report(measures, self._members.world_size)
 
-    def waiting_in(self, report: StepReport) -> float:
-        return not_working(report.records)
+    @property
+    def meets(self) -> bool:
+        return False
 
     def engine_metrics(self) -> dict[str, float]:
         """Staleness, wasted work and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def main():
     data = TensorDataset(x, x.sum(1, keepdim=True))
     options = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_progress_bar": False}
     model, alone = Model(), Model()
-    trainer = Trainer(devices=2, strategy=HeteroPipelineStrategy(plan=PLAN, start_method="spawn"), **options)
+    trainer = Trainer(devices=2, strategy=HeteroPipelineStrategy(plan=PLAN, start_method=sys.argv[1]), **options)
     trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True))
     sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
     oracle = Trainer(devices=1, enable_checkpointing=False, **options)
@@ -67,9 +68,11 @@ if __name__ == "__main__":
 """
 
 
-def test_the_weights_come_back_to_the_process_that_called_fit(tmp_path: Path) -> None:
+@pytest.mark.stock_ddp("spawn", "pipeline")
+@pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.long)])
+def test_the_weights_come_back_to_the_process_that_called_fit(start: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run(["script.py"], tmp_path)
+    done = run(["script.py", start], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads((tmp_path / "parent.json").read_text())
     assert said["far"] <= 1e-12 and said["saved"]

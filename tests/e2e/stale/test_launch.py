@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Futu
     return {way: (folders[way], ended[way]) for way in WAYS}
 
 
-@pytest.mark.stock_ddp("launching: popen, spawn, fork, torchrun", "stale")
+@pytest.mark.stock_ddp("popen", "spawn", "stale")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_start(runs: dict[str, tuple[Path, Future[Ended]]], way: str) -> None:
     folder, run = runs[way]

@@ -64,7 +64,7 @@ def test_a_value_out_of_range_is_refused_on_the_command_line(cls: type[DDPStrate
         parsed(cls, loss_reduction="mode")
 
 
-@pytest.mark.stock_ddp("optimization: post-localSGD", "stale", refused="ranks drift apart")
+@pytest.mark.stock_ddp("model_averaging_period", "stale", refused="the ranks' weights drift apart")
 @pytest.mark.parametrize("cls", ENGINES)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
@@ -132,6 +132,7 @@ def make_trainer(strategy: DDPStrategy, devices: int = 2) -> Trainer:
     return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
 
 
+@pytest.mark.stock_ddp("static_graph", "stale", "pipeline", differs="no effect, and a warning says so")
 @pytest.mark.parametrize("cls", ENGINES)
 def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrategy]) -> None:
     silent = cls(static_graph=False, find_unused_parameters=True, process_group_backend="gloo")  # type: ignore[arg-type]
@@ -147,8 +148,6 @@ def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrate
     strategy.set_world_ranks()  # again, when a fit begins
 
 
-@pytest.mark.stock_ddp("precision: `mixed_precision` of DistributedDataParallel", "stale", "pipeline",
-                       refused="use the Trainer's `precision`")
 @pytest.mark.parametrize("cls", [BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy])
 @pytest.mark.parametrize("name", ["mixed_precision", "process_group", "device_mesh", "param_to_hook_all_reduce"])
 def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[DDPStrategy], name: str) -> None:
@@ -232,7 +231,7 @@ def test_names_for_type_checkers_are_those_that_are_known() -> None:
     assert str not in {kind for name in ("policy", "predictor", "compression") for kind in get_args(hints[name])}
 
 
-@pytest.mark.stock_ddp("launching: the registry's names (`ddp_spawn`, ...)", "balanced", "stale", "pipeline")
+@pytest.mark.stock_ddp("strategy")
 @pytest.mark.parametrize("cls", ENGINES)
 def test_every_name_of_stock_ddp_has_its_counterpart(cls: type[DDPStrategy]) -> None:
     names = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_hetero.cluster.score import least_s
+from lightning_hetero.cluster.engine_times import least_s
 from lightning_hetero.plan.parallel import balanced, ddp
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.stale import stale

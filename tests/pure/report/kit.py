@@ -66,6 +66,11 @@ def decision(step: int, shares: Sequence[int], *, rank: int = 0, **data: Any) ->
     return Event(kind="decision", rank=rank, epoch=0, step=step, t_s=0.0, data=told)
 
 
+def logged(values: Sequence[dict[str, float | None]]) -> list[Event]:
+    """What was logged in the first steps, one behind the other; None: no finite number."""
+    return [Event(kind="metrics", rank=0, epoch=0, step=n, t_s=0.0, data=one) for n, one in enumerate(values)]
+
+
 ONE, FREE = AffineCost(fixed_s=0.0, per_sample_s=1.0), AffineCost(fixed_s=0.0, per_sample_s=0.0)
 LAYER = LayerCost(name="layer", forward=ONE, backward=ONE)
 ENDS = LayerCost(name="ends", forward=FREE, backward=FREE)
@@ -107,7 +112,11 @@ def balanced_run() -> RecordedRun:
 
 
 RUNS = {
-    "ddp": run_with([[(15, 1.5, 1.55), (15, 3.0, 0.05)]] * 80),
+    "ddp": run_with(
+        [[(15, 1.5, 1.55), (15, 3.0, 0.05)]] * 80,
+        logged([{"val_loss": 2.0 / (n + 1), "acc": 0.5} for n in range(80)]),
+        unix_s=1.79e9, versions={"torch": "2.13"}, commit="0123456789ab-dirty", trainer={"max_epochs": 1},
+    ),
     "balanced": balanced_run(),
     "stale": stale_run(),
     "pipeline": pipeline_run((1.0, 0.5), [[(2, 4.0, 20.0), (0, 8.0, 16.0)]] * 5),
@@ -115,14 +124,16 @@ RUNS = {
     "one rank": run_with([[(8, 1.0, 0.0)]] * 3),
     "one step": run_with([[(8, 1.0, 0.5), (8, 1.5, 0.0)]]),
     "no work measured": run_of([opened(0, 2), opened(1, 2)]),
+    "files missing": run_of(events_of([[(8, 1.0, 1.0), (8, 2.0, 0.0)]] * 20)[::2]),
 }
 SHOWN = {
-    "ddp": {"timeline", "spent", "stages", "what-if", "scores"},
-    "balanced": {"timeline", "spent", "stages", "what-if", "shares", "scores", "budget"},
-    "stale": {"timeline", "spent", "stages", "what-if", "scores", "staleness"},
-    "pipeline": {"timeline", "spent", "stages", "what-if", "pipeline"},
-    "many ranks": {"timeline", "spent", "stages", "what-if", "scores"},
-    "one rank": {"spent"},
+    "ddp": {"course", "timeline", "spent", "stages", "what-if", "scores"},
+    "balanced": {"course", "timeline", "spent", "stages", "what-if", "shares", "scores", "budget"},
+    "stale": {"course", "timeline", "spent", "stages", "what-if", "scores", "staleness"},
+    "pipeline": {"course", "timeline", "spent", "stages", "what-if", "pipeline"},
+    "many ranks": {"course", "timeline", "spent", "stages", "what-if", "scores"},
+    "one rank": {"course", "spent"},
     "one step": {"timeline", "spent", "stages", "scores"},
     "no work measured": set[str](),
+    "files missing": set[str](),
 }

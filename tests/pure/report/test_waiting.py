@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.record.ledger import Spent, ledger_of
-from lightning_hetero.types import Event
+from lightning_hetero.record.ledger import (
+    Spent,
+    exchange_alone,
+    idle_in,
+    ledger_of,
+    spent_together,
+    waited_in,
+)
+from lightning_hetero.types import Event, SpeedSample
 from tests.pure.report.kit import run_with
 
 STEPS = [[(8, 1.0, 1.5), (8, 2.0, 0.5)]] * 10
@@ -61,3 +69,19 @@ def test_what_a_server_takes_at_least_is_no_waiting() -> None:
     found = ledger_of(run_with([[(8, 1.0, w), (8, 1.0, 0.3)] for w in waits], engine="stale"))
     assert found.ranks[0].exchange_s == pytest.approx(0.4) and found.ranks[0].idle_s == pytest.approx(1.2)
     assert found.ranks[1].exchange_s == pytest.approx(0.4) and found.ranks[1].idle_s == pytest.approx(0.8)
+
+
+def test_the_exchange_is_what_the_last_rank_sees_of_it() -> None:
+    turns = [0.1, 0.7, 0.1, 0.9, 0.1, 0.8]  # last in every second step of two ranks
+    assert exchange_alone(turns, ranks=2) == 0.1
+    assert exchange_alone([0.3, 0.1, 0.2, 0.4], ranks=1) == 0.3  # always last: the median
+    assert exchange_alone([0.3], ranks=8) == 0.3 and exchange_alone([], ranks=8) == 0.0
+
+
+def test_of_one_step_waiting_and_what_is_no_work() -> None:
+    """A step of 2.5 s on two ranks, of which the exchange is half a second: one waits for a second of five."""
+    told = enumerate([(1.0, 1.5), (2.0, 0.5)])
+    step = [SpeedSample(rank=r, step=0, samples=8, compute_s=c, wait_s=w) for r, (c, w) in told]
+    assert waited_in([spent_together({one.rank: one for one in step})]) == pytest.approx(0.2)
+    assert idle_in(step) == pytest.approx(0.4)
+    assert math.isnan(waited_in([])) and math.isnan(idle_in([]))

@@ -49,8 +49,8 @@ def test_a_spell_of_one_rank_stays_in_its_steps() -> None:
     steps = [[(8, 1.0, 0.0), (8, 1.0, 0.0)] for _ in range(40)]
     steps[30] = [(8, 1.0, 4.0), (8, 5.0, 0.0)]
     found = asked(run_with(steps)).engines
-    assert found["ddp"] == pytest.approx((35 * 1.0 + 5.0) / 36)  # the first tenth is left out
-    assert 1.0 < found["balanced"] <= (35 * 1.0 + 5.0) / 36 * 1.1
+    assert found["ddp"] == pytest.approx((19 * 1.0 + 5.0) / 20)  # of the last half
+    assert 1.0 < found["balanced"] <= (19 * 1.0 + 5.0) / 20 * 1.1
 
 
 def test_of_global_batches_only_the_full_ones_count() -> None:

@@ -53,7 +53,7 @@ def test_an_unknown_ddp_argument_comes_with_a_suggestion() -> None:
     assert LoadBalancedStrategy(bucket_cap_mb=3, static_graph=True).policy.dead_band == 0.02
 
 
-@pytest.mark.stock_ddp("optimization: post-localSGD", "balanced", refused="ranks drift apart")
+@pytest.mark.stock_ddp("model_averaging_period", "balanced", refused="the ranks' weights drift apart")
 def test_post_local_sgd_is_refused_with_the_reason() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
@@ -161,7 +161,7 @@ def refusals() -> list[list[tuple[str, str]]]:
     return run_ranks(2, refusing_job, list(CASES))
 
 
-@pytest.mark.stock_ddp("optimization: LBFGS", "balanced", refused="it decides by the rank's loss")
+@pytest.mark.stock_ddp("lbfgs", "balanced", refused="each rank would decide by its own loss")
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_refuses_before_the_first_step(name: str) -> None:
     *_, expected, parts = CASES[name]

@@ -115,7 +115,7 @@ def runs() -> list[dict[str, Any]]:
     return run_ranks(2, job)
 
 
-@pytest.mark.stock_ddp("models: BatchNorm", "balanced")
+@pytest.mark.stock_ddp("batchnorm", "balanced")
 @pytest.mark.parametrize(
     ("name", "totals"),
     [

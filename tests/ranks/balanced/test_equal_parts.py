@@ -212,10 +212,7 @@ def runs() -> list[dict[str, tuple[Any, Any]]]:
     return run_ranks(2, job)
 
 
-@pytest.mark.stock_ddp("data: iterable datasets, ready batches, loaders that are no DataLoader", "balanced")
-@pytest.mark.stock_ddp("data: DataLoader subclasses that draw by themselves", "balanced")
-@pytest.mark.stock_ddp("data: batch samplers of the user's own", "balanced")
-@pytest.mark.stock_ddp("data: `training_step(dataloader_iter)`", "balanced")
+@pytest.mark.stock_ddp("iterable", "no_dataloader", "batch_sampler", "dataloader_iter", "balanced")
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_be_divided_trains_as_under_stock_ddp(name: str) -> None:
     for rank, results in enumerate(runs()):

@@ -115,14 +115,13 @@ CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.stock_ddp("optimization: gradient accumulation", "balanced")
-@pytest.mark.stock_ddp("optimization: gradient clipping by norm and by value", "balanced")
-@pytest.mark.stock_ddp("optimization: manual optimization, several optimizers", "balanced")
-@pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "balanced")
-@pytest.mark.stock_ddp("optimization: communication hooks", "balanced")
-@pytest.mark.stock_ddp("models: parameters that not every loss uses", "balanced")
-@pytest.mark.stock_ddp("models: `static_graph`, `gradient_as_bucket_view`", "balanced")
-@pytest.mark.stock_ddp("models: SyncBatchNorm", "balanced")
+@pytest.mark.stock_ddp(
+    "accumulate_grad_batches", "gradient_clip_val", "manual", "optimizers", "schedulers", "ddp_comm_hook",
+    "find_unused_parameters", "static_graph", "balanced"
+)  # fmt: skip
+@pytest.mark.stock_ddp(
+    "sync_batchnorm", "balanced", differs="tested with a layer that does the same, as torch's own needs a GPU"
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_one_process(name: str) -> None:
     world, make, args, trainer = CASES[name]
@@ -163,7 +162,7 @@ def test_tail_smaller_than_the_world() -> None:
     assert sorted(samples[6] for _, samples, _ in outcomes) == [0, 0, 1, 1]
 
 
-@pytest.mark.stock_ddp("models: losses that are means over tokens", "balanced")
+@pytest.mark.stock_ddp("token_means", "balanced")
 @pytest.mark.parametrize("by_method", [True, False], ids=["method", "argument"])
 def test_mean_over_tokens(by_method: bool) -> None:
     """Some ranks get sequences without a single token: their NaN counts nothing."""
@@ -216,7 +215,7 @@ def in_precision(rank: int, world: int, precision: str) -> tuple[Weights, Weight
     return pair[0], pair[1]
 
 
-@pytest.mark.stock_ddp("precision: bf16 and fp16, mixed", "balanced")
+@pytest.mark.stock_ddp("precision_mixed", "balanced")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_is_as_close_as_an_equal_split(precision: str) -> None:
     expected = Toy(torch.float32)

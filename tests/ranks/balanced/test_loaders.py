@@ -118,7 +118,7 @@ def type_runs() -> tuple[dict[str, list[Fit]], Weights]:
     return by_name(run_ranks(2, types)), weights(oracle)
 
 
-@pytest.mark.stock_ddp("data: loaders of your own, workers, collate functions", "balanced")
+@pytest.mark.stock_ddp("batch_kinds", "subclasses", "balanced")
 @pytest.mark.parametrize(
     "name", ["tuple", "dict", "strings", "dataclass", "graph", "subclass", "train_dataloader"]
 )
@@ -177,7 +177,7 @@ def combined_runs() -> dict[str, list[Fit]]:
     return by_name(run_ranks(2, combined))
 
 
-@pytest.mark.stock_ddp("data: several train loaders", "balanced")
+@pytest.mark.stock_ddp("train_loaders", "balanced")
 @pytest.mark.parametrize("name", [*MODES, "uneven read-ahead"])
 def test_combined_loaders_train_like_one_process(name: str) -> None:
     """Batches in the ratio 1 : 2 have shares in the same ratio, so the common loss has one exact weight."""

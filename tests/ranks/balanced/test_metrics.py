@@ -77,7 +77,7 @@ def test_shares_differ_and_change(seen: list[Seen]) -> None:
         assert any(0 in s for s in sizes)
 
 
-@pytest.mark.stock_ddp("logging: `sync_dist=True` in a step", "balanced")
+@pytest.mark.stock_ddp("log_step", "balanced")
 def test_means_per_step_count_samples(seen: list[Seen]) -> None:
     apart = 0.0
     for t, step in enumerate(batches(seen)):
@@ -91,7 +91,7 @@ def test_means_per_step_count_samples(seen: list[Seen]) -> None:
     assert apart > 1e-2, "the plain mean of ranks would have passed too"
 
 
-@pytest.mark.stock_ddp("logging: means of an epoch, which count each sample once", "balanced")
+@pytest.mark.stock_ddp("log_epoch", "balanced")
 def test_means_per_epoch_count_samples(seen: list[Seen]) -> None:
     """86 samples: their number per rank, averaged over the ranks, is not whole for 4 ranks."""
     true = float(values().mean())
@@ -118,7 +118,7 @@ def test_sums_and_extremes(seen: list[Seen]) -> None:
             assert epoch["min_epoch"] == near(float(values().min()))
 
 
-@pytest.mark.stock_ddp("logging: torchmetrics, also with `dist_sync_on_step`", "balanced")
+@pytest.mark.stock_ddp("torchmetrics", "balanced")
 def test_torchmetrics_states_are_exact(seen: list[Seen]) -> None:
     """Summed and concatenated states count each sample once, a dummy batch never."""
     x = values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
@@ -43,6 +44,7 @@ def fit(
     return commands, weights(module)
 
 
+@pytest.mark.stock_ddp("slurm_signal", "balanced")
 def test_all_save_behind_the_same_batch_once_rank_0_has_the_signal(tmp_path: Path) -> None:
     for window in (1, 3):
         folder = tmp_path / str(window)

@@ -108,7 +108,7 @@ PLAN: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.stock_ddp("checkpoints: resuming on another number of devices", "balanced")
+@pytest.mark.stock_ddp("other_devices", "balanced")
 @pytest.mark.parametrize(("before", "now"), [pytest.param(4, 4, marks=pytest.mark.long), (4, 2), (2, 4)])
 def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
     saved: dict[int, Path], expected: dict[int, Result], before: int, now: int
@@ -176,7 +176,6 @@ def data_module_job(rank: int, world: int, folder: str) -> tuple[Result, int]:
     return done, again.loaded
 
 
-@pytest.mark.stock_ddp("data: data modules with a state", "balanced")
 def test_a_data_module_resumes_with_its_own_state(tmp_path: Path, expected: dict[int, Result]) -> None:
     ranks = run_ranks(2, data_module_job, str(tmp_path))
     check([r[0] for r in ranks], expected[1], 9, "data module")

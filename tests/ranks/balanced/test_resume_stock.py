@@ -55,7 +55,7 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[l
     return folder, run_ranks(2, cross_job, str(folder))
 
 
-@pytest.mark.stock_ddp("checkpoints: from and to stock DDP", "balanced")
+@pytest.mark.stock_ddp("from_ddp", "to_ddp", "balanced")
 def test_a_stock_checkpoint_is_continued_exactly_even_mid_epoch(crossed: tuple[Path, Any]) -> None:
     _, ranks = crossed
     expected = oracle(samples=96)
@@ -63,7 +63,7 @@ def test_a_stock_checkpoint_is_continued_exactly_even_mid_epoch(crossed: tuple[P
         check([r[0][i] for r in ranks], expected, done, f"stock checkpoint after {done} batches")
 
 
-@pytest.mark.stock_ddp("checkpoints: from and to stock DDP", "balanced")
+@pytest.mark.stock_ddp("from_ddp", "to_ddp", "balanced")
 def test_stock_ddp_continues_our_checkpoint(crossed: tuple[Path, Any]) -> None:
     """From an epoch's end exactly; mid-epoch stock DDP starts the epoch's order over, but it does finish."""
     _, ranks = crossed

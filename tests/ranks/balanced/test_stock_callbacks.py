@@ -77,7 +77,7 @@ def entries_job(rank: int, world: int) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.stock_ddp("evaluation: fit, validate, test and predict in turn", "balanced")
+@pytest.mark.stock_ddp("entry_points", "balanced")
 def test_every_entry_point_in_one_process() -> None:
     module, data = Full(), regression(SAMPLES)
     trainer = single(module, data, BATCH, max_epochs=2)
@@ -112,7 +112,7 @@ def callbacks_job(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.stock_ddp("callbacks: Lightning's own, loggers, profiler", "balanced")
+@pytest.mark.stock_ddp("ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "ProgressBar", "balanced")
 def test_lightnings_callbacks_loggers_and_profiler(tmp_path: Path) -> None:
     said = run_ranks(2, callbacks_job, str(tmp_path))
     assert said[0] == said[1]  # one decision on all ranks
@@ -137,8 +137,7 @@ def accumulating_job(rank: int, world: int) -> tuple[Weights, Weights, int]:
     return weights(module), weights(averaged), steps
 
 
-@pytest.mark.stock_ddp("callbacks: GradientAccumulationScheduler", "balanced")
-@pytest.mark.stock_ddp("callbacks: weight averaging", "balanced")
+@pytest.mark.stock_ddp("GradientAccumulationScheduler", "StochasticWeightAveraging", "balanced")
 def test_accumulation_schedules_and_weight_averaging_match_one_process() -> None:
     scheduled, averaged = Toy(), Toy()
     schedule = GradientAccumulationScheduler({0: 1, 1: 2, 3: 5})
@@ -174,7 +173,7 @@ def zero_job(rank: int, world: int) -> tuple[Weights, Weights]:
     return weights(module), weights(resumed)
 
 
-@pytest.mark.stock_ddp("optimization: ZeRO", "balanced")
+@pytest.mark.stock_ddp("zero", "balanced")
 def test_zero_trains_and_resumes_as_one_process_does() -> None:
     expected = OneAdam()
     single(expected, regression(SAMPLES), BATCH, max_epochs=2)
@@ -210,7 +209,7 @@ def tuner_job(rank: int, world: int) -> tuple[float | None, int, str, Weights]:
     )
 
 
-@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "balanced")
+@pytest.mark.stock_ddp("LearningRateFinder", "balanced")
 def test_the_learning_rate_finder_works_and_batch_scaling_is_lightnings_refusal() -> None:
     oracle = Toy()
     single(oracle, regression(SAMPLES), BATCH, max_epochs=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
@@ -53,7 +52,6 @@ def kept_job(rank: int, world: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.stock_ddp("callbacks: the strategy's numbers after the fit", "balanced", "stale", "pipeline")
 def test_what_is_asked_after_a_fit_is_what_was_true_in_it() -> None:
     nothing = {"sizes": (None, None), "shares": (0, 0), "ranks": None}
     for ranks in run_ranks(2, kept_job, timeout_s=100.0):

@@ -182,13 +182,7 @@ def all_cases(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.stock_ddp(
-    "one device: iterable datasets, own iterables, several loaders", "balanced", "stale", "pipeline"
-)
-@pytest.mark.stock_ddp(
-    "one device: LBFGS, manual optimization, no optimizer", "balanced", "stale", "pipeline"
-)
-@pytest.mark.stock_ddp("one device: SWA with BatchNorm, communication hooks", "balanced", "stale", "pipeline")
+@pytest.mark.stock_ddp("one_device")
 def test_one_device_is_stock_ddp() -> None:
     assert run_ranks(1, all_cases) == [{}]
 

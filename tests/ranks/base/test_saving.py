@@ -6,7 +6,6 @@ import io
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -51,7 +50,6 @@ def saving_job(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.stock_ddp("checkpoints: torch.save of a Trainer", "balanced", "stale", "pipeline")
 def test_a_trainer_can_be_saved_after_a_fit() -> None:
     expected = "True OwnLoader SequentialSampler 4"
     assert run_ranks(2, saving_job) == [dict.fromkeys(("balanced", "stale", "pipeline"), expected)] * 2

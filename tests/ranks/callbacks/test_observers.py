@@ -73,7 +73,7 @@ def broken_monitor(rank: int, world: int, place: str, engine: str) -> tuple[int,
     owner: Any = straggler if hasattr(straggler, place) else StragglerMonitor
     wrongs = patch.object(owner, place, wrong(getattr(owner, place)))
     strategy: Any = balanced() if engine == "balanced" else DDPStrategy(process_group_backend="gloo")
-    here = rank == (0 if place in ("waiting", "_values") else 1)
+    here = rank == (0 if place in ("spent_together", "_values") else 1)
     with warnings.catch_warnings(record=True) as told, wrongs if here else nullcontext():
         warnings.simplefilter("always")
         monitor = StragglerMonitor(every_n_steps=5)
@@ -84,11 +84,11 @@ def broken_monitor(rank: int, world: int, place: str, engine: str) -> tuple[int,
 
 @pytest.mark.parametrize(
     ("place", "engine"),
-    [(place, "ddp") for place in ("count_samples", "exchange_alone", "waiting", "_values")] + [("_values", "balanced")],
+    [(place, "ddp") for place in ("count_samples", "spent_together", "_values")] + [("_values", "balanced")],
 )
 def test_one_ranks_monitor_may_go_wrong_while_the_others_gather(place: str, engine: str) -> None:
     ranks = run_ranks(2, broken_monitor, place, engine)
-    wrong = 0 if place in ("waiting", "_values") else 1
+    wrong = 0 if place in ("spent_together", "_values") else 1
     assert [steps for steps, _ in ranks] == [30, 30]
     assert [len(told) for _, told in ranks] == [int(rank == wrong) for rank in (0, 1)]
     assert "KeyError: 'nothing'" in ranks[wrong][1][0]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MaxMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
+from tqdm.auto import tqdm
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
@@ -372,6 +376,34 @@ def test_show_on_progress_bar() -> None:
     bars.clear()
     trainer.fit(Logs(), DataLoader(regression(SAMPLES), batch_size=BATCH))
     assert bars[0].keys() == {"own"}, VERSIONS
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm", "none"])
+def test_tell_past_bar(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a bar that is being drawn, though Lightning's handler writes to what was ``sys.stderr`` before."""
+    screen, logger = io.StringIO(), logging.getLogger("lightning.pytorch")
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(screen)])
+    monkeypatch.setattr(logger, "propagate", False)
+    if kind == "rich":
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(file=screen, force_terminal=True), auto_refresh=False) as bar:
+            bar.add_task("Epoch", total=3)
+            bar.refresh()
+            compat.tell_past_bar("rank 1 is slow")
+        drawn, told = screen.getvalue().split("rank 1 is slow")
+        assert drawn.endswith("\x1b[2K") and "Epoch" in told  # the line is erased, and drawn again below
+    elif kind == "tqdm":
+        with tqdm(total=3, file=sys.stderr, desc="Epoch"):
+            compat.tell_past_bar("rank 1 is slow")
+        drawn, told = screen.getvalue().split("rank 1 is slow")
+        assert drawn.endswith(" \r") and "Epoch" in told
+    else:
+        compat.tell_past_bar("rank 1 is slow")
+        assert screen.getvalue() == "rank 1 is slow\n"
+    assert [handler.stream for handler in logger.handlers] == [screen], VERSIONS
 
 
 def test_unlogged() -> None:

@@ -80,7 +80,7 @@ def tour_job(rank: int, world: int, plan: str, folder: str) -> dict[str, Any]:
             "complete": complete, "from file": from_file[0]["val"]}  # fmt: skip
 
 
-@pytest.mark.stock_ddp("evaluation: fit, validate, test and predict in turn", "pipeline")
+@pytest.mark.stock_ddp("entry_points", "pipeline")
 def test_one_trainer_does_everything_in_turn_and_leaves_the_module_whole(tmp_path: Path) -> None:
     data, module, folder = regression(96), Full(), tmp_path / "one"
     sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)  # type: ignore[arg-type]

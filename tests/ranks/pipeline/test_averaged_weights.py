@@ -71,7 +71,10 @@ def averaging_job(rank: int, world: int, plan: str, folder: str) -> tuple[dict[s
     return found, str(error.value)
 
 
-@pytest.mark.stock_ddp("callbacks: weight averaging", "pipeline")
+@pytest.mark.stock_ddp("StochasticWeightAveraging", "WeightAveraging", "pipeline")
+@pytest.mark.stock_ddp(
+    "StochasticWeightAveraging_norm", "pipeline", refused="the statistics are on several ranks; use `WeightAveraging`"
+)  # fmt: skip
 def test_averages_are_those_of_one_process(tmp_path: Path) -> None:
     ranks = run_ranks(WORLD["2x2"], averaging_job, "2x2", str(tmp_path / "ours"), timeout_s=100.0)
     for name, make in KINDS.items():

@@ -103,9 +103,6 @@ def test_evaluation_is_that_of_stock_ddp() -> None:
         assert "that an earlier call has filled" in rank["again"] and "use_cache=False" in rank["again"]
 
 
-@pytest.mark.stock_ddp("models: GPT-2, Llama, BERT, ViT of transformers, unmodified", "pipeline")
-@pytest.mark.stock_ddp("models: nn.TransformerEncoder with masks", "pipeline")
-@pytest.mark.stock_ddp("models: activation checkpointing", "pipeline")
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_transformers_train_as_in_one_process(stages: int) -> None:
     ranks = run_ranks(stages, job, timeout_s=110.0)

@@ -225,8 +225,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.stock_ddp("evaluation: validation in a fit, metrics", "pipeline")
-@pytest.mark.stock_ddp("evaluation: predictions and outputs of each rank", "pipeline")
+@pytest.mark.stock_ddp("entry_points", "pipeline")
 def test_what_is_measured_in_a_run_is_what_one_process_measures(tmp_path: Path) -> None:
     ranks = run_ranks(4, job, timeout_s=150.0)
 

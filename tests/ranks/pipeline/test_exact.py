@@ -59,11 +59,10 @@ def oracle(name: str) -> tuple[Weights, dict[str, float]]:
     return weights(module), {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
-@pytest.mark.stock_ddp("optimization: gradient accumulation", "pipeline")
-@pytest.mark.stock_ddp("optimization: gradient clipping by norm and by value", "pipeline")
-@pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "pipeline")
-@pytest.mark.stock_ddp("models: parameters that not every loss uses", "pipeline")
-@pytest.mark.stock_ddp("models: losses that are means over tokens", "pipeline")
+@pytest.mark.stock_ddp(
+    "accumulate_grad_batches", "gradient_clip_val", "optimizers", "schedulers", "find_unused_parameters",
+    "token_means", "pipeline"
+)  # fmt: skip
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=pytest.mark.long) if plan == "1x4" else plan for plan in NAMES]
 )
@@ -115,7 +114,7 @@ def autocast(rank: int, world: int) -> tuple[Weights, Weights]:
     return trained(), trained(precision="bf16-mixed")
 
 
-@pytest.mark.stock_ddp("precision: bf16, mixed", "pipeline")
+@pytest.mark.stock_ddp("precision_mixed", "pipeline")
 def test_bf16_is_as_good_as_on_one_device() -> None:
     data = regression(SAMPLES, dtype=torch.float32)
     modules = [Deep(torch.float32), Deep(torch.float32)]

@@ -220,7 +220,15 @@ def oracle(name: str) -> dict[str, Any]:
     return seen(module, trainer, watching)
 
 
-@pytest.mark.stock_ddp("callbacks: GradientAccumulationScheduler", "pipeline")
+@pytest.mark.stock_ddp("GradientAccumulationScheduler", "pipeline")
+@pytest.mark.stock_ddp(
+    "batch_argument", "pipeline",
+    differs="a group's first rank gets the group's part, its other ranks a stand-in of one sample",
+)  # fmt: skip
+@pytest.mark.stock_ddp(
+    "batch_kinds", "pipeline",
+    differs="objects need a method `split(sizes)`, or the module `split_batch(batch, sizes)`",
+)  # fmt: skip
 def test_hooks_batches_and_options_as_in_a_single_process() -> None:
     ranks = run_ranks(2, job, timeout_s=120.0)
     for name in ranks[0]:
@@ -273,6 +281,7 @@ def half(scale: float) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))  # type: ignore[arg-type]
 
 
+@pytest.mark.stock_ddp("precision_mixed", "pipeline")
 def test_all_ranks_skip_the_same_steps_with_a_gradient_scaler() -> None:
     ranks = run_ranks(2, scaled, timeout_s=60.0)
     alone = Exploding()
@@ -324,6 +333,9 @@ def normed(rank: int, world: int) -> tuple[list[dict[str, Tensor]], Weights]:
     return module.noted, weights(module)
 
 
+@pytest.mark.stock_ddp(
+    "batchnorm", "pipeline", differs="statistics of micro-batches; the running ones are the first group's"
+)  # fmt: skip
 def test_statistics_are_the_first_groups() -> None:
     member, first = run_ranks(2, normed, timeout_s=60.0)  # rank 1 is the first group
     (at_validation, own), (_, firsts) = member[0], first[0]
@@ -361,6 +373,6 @@ def stopping(rank: int, world: int) -> tuple[int, int, list[int]]:
     return trainer.global_step, trainer.current_epoch, module.validated_at
 
 
-@pytest.mark.stock_ddp("callbacks: `trainer.should_stop` set in training_step", "pipeline")
+@pytest.mark.stock_ddp("epoch_ended", "pipeline")
 def test_all_ranks_stop_where_the_step_of_one_says_so() -> None:
     assert run_ranks(2, stopping) == [(3, 1, [3])] * 2

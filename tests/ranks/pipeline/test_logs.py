@@ -135,7 +135,7 @@ def same(ours: dict[str, float], theirs: dict[str, float]) -> None:
         assert ours[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
 
 
-@pytest.mark.stock_ddp("logging: means of an epoch, which count each sample once", "pipeline")
+@pytest.mark.stock_ddp("log_epoch", "log_step", "pipeline")
 def test_loggers_callbacks_and_hooks_see_what_one_process_logs() -> None:
     ours, theirs = run_ranks(4, fitted, timeout_s=60), fitted(0, 1)
     assert [step for step, _ in ours[0][0]] == [step for step, _ in theirs[0]]

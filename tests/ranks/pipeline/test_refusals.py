@@ -19,8 +19,8 @@ from tests.ranks.pipeline.kit import Deep, pipeline
 from tests.ranks.pipeline.variants import Branched, TwoCalls
 
 
-@pytest.mark.stock_ddp("optimization: communication hooks", "pipeline", refused="there is no all-reduce")
-@pytest.mark.stock_ddp("optimization: post-localSGD", "pipeline", refused="ranks drift apart")
+@pytest.mark.stock_ddp("ddp_comm_hook", "pipeline", refused="there is no all-reduce")
+@pytest.mark.stock_ddp("model_averaging_period", "pipeline", refused="the ranks' weights drift apart")
 @pytest.mark.parametrize(
     ("arguments", "error", "reason"),
     [
@@ -174,23 +174,17 @@ def job(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.stock_ddp("optimization: ZeRO", "pipeline", refused="the state is divided already")
-@pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank has its layers'")
+@pytest.mark.stock_ddp("zero", "pipeline", refused="the state is divided already")
+@pytest.mark.stock_ddp("lbfgs", "pipeline", refused="each rank has the gradients of its own layers")
 @pytest.mark.stock_ddp(
-    "optimization: manual optimization, several optimizers",
-    "pipeline",
-    refused="micro-batches overlap",
-)
-@pytest.mark.stock_ddp(
-    "optimization: a `backward()` of your own", "pipeline", refused="each stage has its own"
-)
-@pytest.mark.stock_ddp("models: SyncBatchNorm", "pipeline", refused="ranks are in different layers")
-@pytest.mark.stock_ddp(
-    "data: `training_step(dataloader_iter)`", "pipeline", refused="its batches cannot be weighted"
-)
-@pytest.mark.stock_ddp(
-    "data: several train loaders", "pipeline", refused="one batch is cut into micro-batches"
-)
+    "manual", "manual_backward", "precision_mixed_manual", "pipeline",
+    refused="several micro-batches are in `training_step` at a time",
+)  # fmt: skip
+@pytest.mark.stock_ddp("backward", "pipeline", refused="each stage has a backward pass of its own")
+@pytest.mark.stock_ddp("sync_batchnorm", "pipeline", refused="ranks run different layers")
+@pytest.mark.stock_ddp("dataloader_iter", "pipeline", refused="such batches cannot be divided")
+@pytest.mark.stock_ddp("train_loaders", "pipeline", refused="one batch is cut into micro-batches")
+@pytest.mark.stock_ddp("no_optimizer", "pipeline", refused="`validate`, `test` and `predict` run without")
 def test_modules_and_trainers() -> None:
     ranks = run_ranks(2, job, timeout_s=100.0)
     for name, (*_, reason) in REFUSED.items():

@@ -110,7 +110,7 @@ def fitted(rank: int, world: int) -> dict[str, Any]:
     return module.notes
 
 
-@pytest.mark.stock_ddp("logging: lists that steps fill, read at the epoch's end", "pipeline")
+@pytest.mark.stock_ddp("kept_by_steps", "pipeline")
 def test_what_a_step_leaves_on_the_module_is_put_back() -> None:
     for rank, notes in enumerate(run_ranks(2, fitted, timeout_s=120.0)):
         before, after = notes["before"], notes["after"]

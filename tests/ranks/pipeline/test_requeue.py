@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -56,6 +57,7 @@ def fit(rank: int, world: int, folder: str, resume: str | None, *, last: bool = 
     return commands, weights(module)
 
 
+@pytest.mark.stock_ddp("slurm_signal", "pipeline")
 def test_a_signal_within_a_step_saves_the_whole_model_when_it_has_ended(tmp_path: Path) -> None:
     (first, trained), (second, _) = run_ranks(2, fit, str(tmp_path), None)
     assert first == REQUEUED and second == []

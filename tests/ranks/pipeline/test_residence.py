@@ -209,7 +209,6 @@ def test_more_samples_are_tried_where_they_seem_to_cost_nothing(
     assert layer.forward.seconds(4) == pytest.approx(1.0) and layer.forward.seconds(1024) == pytest.approx(5.12)
 
 
-@pytest.mark.stock_ddp("models: built in configure_model", "pipeline")
 def test_what_configure_model_builds_is_built_on_the_cpu() -> None:
     strategy = pipeline(None, parallel_devices=[torch.device("meta")])
     numbers = {"local_rank": 0, "global_rank": 0, "world_size": 2}

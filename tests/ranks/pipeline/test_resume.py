@@ -130,7 +130,7 @@ def resuming_job(rank: int, world: int, plan: str, cases: Sequence[Resumed], fol
     return found
 
 
-@pytest.mark.stock_ddp("checkpoints: resuming on another number of devices", "pipeline")
+@pytest.mark.stock_ddp("other_devices", "pipeline")
 @pytest.mark.parametrize("plan", ["1x2", "2x2", "1x1"])
 def test_a_run_goes_on_under_any_plan(saved: dict[str, Path], expected: dict[int, Weights], plan: str) -> None:
     folders = {name: str(path) for name, path in saved.items()}
@@ -171,6 +171,7 @@ CROSSINGS = [
 DONE = {"batch-1-2": 9, "epoch-0": 6}
 
 
+@pytest.mark.stock_ddp("from_ddp", "to_ddp", "pipeline")
 def test_every_engine_continues_what_a_pipeline_began_and_the_other_way_round(tmp_path: Path) -> None:
     expected = alone()[0]
     folder = str(tmp_path)

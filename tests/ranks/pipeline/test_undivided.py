@@ -106,8 +106,9 @@ def job(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.stock_ddp("models: no sequence of layers", "pipeline")
-@pytest.mark.stock_ddp("data: batches of a class of one's own", "pipeline")
+@pytest.mark.stock_ddp(
+    "layers", "pipeline", differs="the batch is divided instead, where the model fits on each device"
+)  # fmt: skip
 def test_without_layers_the_batch_is_divided() -> None:
     ranks = run_ranks(2, job, timeout_s=120.0)
     for name, (make, _, options) in CASES.items():
@@ -133,11 +134,6 @@ def test_without_layers_the_batch_is_divided() -> None:
     assert [rank["plain"]["predicted"] for rank in ranks] == [1, 1]
 
 
-@pytest.mark.stock_ddp(
-    "models: no sequence of layers, and too large for a device",
-    "pipeline",
-    refused="it cannot be divided",
-)
 def test_it_is_refused_where_memory_needs_the_division() -> None:
     ranks = run_ranks(2, job_refused, timeout_s=60.0)
     for found in ranks:

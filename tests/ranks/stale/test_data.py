@@ -219,12 +219,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.stock_ddp("data: batch samplers of the user's own", "stale", refused="say `batch_sampler=`")
-@pytest.mark.stock_ddp(
-    "data: iterable datasets, ready batches, loaders that are no DataLoader",
-    "stale",
-    refused="samples have no positions",
-)
+@pytest.mark.stock_ddp("batch_sampler", "stale", refused="unless you say `batch_sampler='pool'`")
+@pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
+@pytest.mark.stock_ddp("no_dataloader", "stale", refused="such batches cannot be divided")
 def test_refusals_say_what_and_why() -> None:
     zero, one = run_ranks(2, refusals)
     assert zero == one

@@ -238,15 +238,11 @@ def two_ranks(half: int) -> list[dict[str, Any]]:
     return run_ranks(2, fits, names[middle:] if half else names[:middle], timeout_s=100.0)
 
 
-@pytest.mark.stock_ddp("optimization: a fit without optimizer", "stale")
-@pytest.mark.stock_ddp("optimization: a step left out in optimizer_step", "stale")
-@pytest.mark.stock_ddp("optimization: manual, at different frequencies", "stale")
-@pytest.mark.stock_ddp("callbacks: GradientAccumulationScheduler", "stale")
-@pytest.mark.stock_ddp("callbacks: on_train_batch_start that returns -1", "stale")
-@pytest.mark.stock_ddp("callbacks: ModelCheckpoint every n steps, manual optimization", "stale")
-@pytest.mark.stock_ddp("callbacks: SWA with BatchNorm", "stale")
-@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "stale")
-@pytest.mark.stock_ddp("evaluation: validation inside an accumulation window", "stale")
+@pytest.mark.stock_ddp(
+    "no_optimizer", "hooks_step", "manual", "GradientAccumulationScheduler", "epoch_ended",
+    "ModelCheckpoint", "StochasticWeightAveraging_norm", "LearningRateFinder", "val_check_interval",
+    "stale"
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_counters_and_weights_are_those_of_stock_ddp(name: str) -> None:
     ranks = two_ranks(list(CASES).index(name) >= len(CASES) // 2)
@@ -288,9 +284,7 @@ def steps(rank: int, world: int) -> tuple[list[float], list[float], float]:
     return module.mine, module.shown, float(trainer.callback_metrics["loss_epoch"])
 
 
-@pytest.mark.stock_ddp(
-    "logging: `sync_dist=True` in a step", "stale", refused="the rank's own; right over an epoch"
-)
+@pytest.mark.stock_ddp("log_step", "stale", differs="the value is the mean over the rank's own samples")
 def test_the_value_of_a_step_is_the_ranks_own() -> None:
     (mine, shown, epoch), (others, shown_there, epoch_there) = run_ranks(2, steps)
     assert shown == mine and shown_there == others and mine != others
@@ -358,7 +352,7 @@ def errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
     return said
 
 
-@pytest.mark.stock_ddp("callbacks: exceptions reach the caller", "stale")
+@pytest.mark.stock_ddp("exceptions", "stale")
 def test_an_error_of_the_users_reaches_every_rank_as_it_is() -> None:
     for said in run_ranks(2, errors):
         assert said == {name: (type(make()).__name__, str(make())) for name, (_, _, make) in ERRORS.items()}

@@ -163,15 +163,11 @@ def fit(rank: int, world: int, name: str, setting: str) -> Any:
     return weights(module), trainer.global_step, dict(trainer.callback_metrics)
 
 
-@pytest.mark.stock_ddp("optimization: gradient accumulation", "stale")
-@pytest.mark.stock_ddp("optimization: gradient clipping by norm and by value", "stale")
-@pytest.mark.stock_ddp("optimization: manual optimization, several optimizers", "stale")
-@pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "stale")
-@pytest.mark.stock_ddp("models: parameters that not every loss uses", "stale")
-@pytest.mark.stock_ddp("models: tied weights, frozen parameters", "stale")
-@pytest.mark.stock_ddp("models: losses that are means over tokens", "stale")
-@pytest.mark.stock_ddp("callbacks: GradientAccumulationScheduler", "stale")
-@pytest.mark.stock_ddp("callbacks: weight averaging", "stale")
+@pytest.mark.stock_ddp(
+    "accumulate_grad_batches", "gradient_clip_val", "manual", "optimizers", "schedulers",
+    "find_unused_parameters", "tied", "BaseFinetuning", "token_means", "GradientAccumulationScheduler",
+    "StochasticWeightAveraging", "stale"
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "setting"),
     [(n, s) for n in CASES for s in SETTINGS if n in ONLY.get(s, CASES)],

@@ -100,7 +100,6 @@ def uses(rank: int, world: int) -> list[tuple[str, dict[str, Any], dict[str, Any
     return seen
 
 
-@pytest.mark.stock_ddp("launching: no thread, process or socket outlives a fit", "stale")
 def test_nothing_outlives_what_it_was_for() -> None:
     for seen in run_ranks(2, uses, timeout_s=90.0):
         assert len(seen) == 9

@@ -47,7 +47,7 @@ def norm_job(rank: int, world: int) -> Weights:
     return weights(module)
 
 
-@pytest.mark.stock_ddp("models: BatchNorm", "stale")
+@pytest.mark.stock_ddp("batchnorm", "stale")
 def test_running_statistics_are_means_over_the_samples() -> None:
     """The running mean is that of the global batches; the variance is the mean of the ranks' variances."""
     module = Norm()
@@ -132,7 +132,7 @@ def precise_job(rank: int, world: int, precision: str) -> Weights:
     return weights(module)
 
 
-@pytest.mark.stock_ddp("precision: bf16 and fp16, mixed", "stale")
+@pytest.mark.stock_ddp("precision_mixed", "stale")
 @pytest.mark.parametrize(("precision", "near"), [("bf16-mixed", 0.01), ("16-mixed", 0.005), ("bf16-true", 0.05)])
 def test_lower_precision_trains_nearly_the_same_weights(precision: str, near: float) -> None:
     expected = Toy(torch.float32)

@@ -109,25 +109,17 @@ def refused_job(rank: int, world: int) -> dict[str, tuple[str, str]]:
     return said
 
 
-@pytest.mark.stock_ddp("optimization: LBFGS", "stale", refused="the step is in the server, the loss is not")
-@pytest.mark.stock_ddp("models: SyncBatchNorm", "stale", refused="ranks do not meet inside a batch")
+@pytest.mark.stock_ddp("lbfgs", "stale", refused="the server makes the step, and does not have the loss")
 @pytest.mark.stock_ddp(
-    "precision: fp16 with manual optimization",
-    "stale",
-    refused="the loss scale changes within the batch",
-)
+    "sync_batchnorm", "all_gather_step", "stale", refused="ranks do not meet inside a batch"
+)  # fmt: skip
 @pytest.mark.stock_ddp(
-    "data: iterable datasets, ready batches, loaders that are no DataLoader",
-    "stale",
-    refused="samples have no positions",
-)
-@pytest.mark.stock_ddp("data: several train loaders", "stale", refused="samples are assigned from one order")
-@pytest.mark.stock_ddp(
-    "logging: `self.all_gather`, `torch.distributed` in a step",
-    "stale",
-    refused="ranks do not meet inside a batch",
-)
-@pytest.mark.stock_ddp("optimization: ZeRO", "stale", refused="the state is in the server, once")
+    "precision_mixed_manual", "stale", refused="the loss scale would change within a batch"
+)  # fmt: skip
+@pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
+@pytest.mark.stock_ddp("no_dataloader", "stale", refused="such batches cannot be divided")
+@pytest.mark.stock_ddp("train_loaders", "stale", refused="samples are assigned from one order")
+@pytest.mark.stock_ddp("zero", "stale", refused="the server has the state, once")
 def test_what_cannot_work_is_refused_with_the_reason() -> None:
     for said in run_ranks(2, refused_job):
         for name, (*_, kind, parts) in REFUSED.items():
@@ -136,13 +128,13 @@ def test_what_cannot_work_is_refused_with_the_reason() -> None:
                 assert part in said[name][1], (name, said[name])
 
 
-@pytest.mark.stock_ddp("optimization: communication hooks", "stale", refused="there is no all-reduce")
+@pytest.mark.stock_ddp("ddp_comm_hook", "stale", refused="there is no all-reduce")
 def test_communication_hooks_are_refused() -> None:
     with pytest.raises(TypeError, match=r"communication hooks.*no.*here.*compression='bf16'"):
         quiet_trainer(devices=2, strategy=BoundedStalenessStrategy(ddp_comm_hook=allreduce_hook))
 
 
-@pytest.mark.stock_ddp("optimization: post-localSGD", "stale", refused="ranks drift apart")
+@pytest.mark.stock_ddp("model_averaging_period", "stale", refused="the ranks' weights drift apart")
 def test_post_local_sgd_is_refused() -> None:
     with pytest.raises(TypeError, match=r"post-localSGD lets the ranks' weights drift.*strategy='ddp'"):
         quiet_trainer(devices=2, strategy=BoundedStalenessStrategy(model_averaging_period=4))

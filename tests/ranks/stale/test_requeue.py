@@ -56,6 +56,7 @@ def fit(rank: int, world: int, folder: str, where: str, resume: str | None) -> t
     return commands, trainer.global_step, weights(module)
 
 
+@pytest.mark.stock_ddp("slurm_signal", "stale")
 @pytest.mark.parametrize(("where", "steps"), [("training", 2), ("validation", STEPS)])
 def test_a_signal_within_a_step_saves_and_requeues_when_it_has_ended(where: str, steps: int, tmp_path: Path) -> None:
     (first, *_), (second, *_) = ended = run_ranks(2, fit, str(tmp_path), where, None)

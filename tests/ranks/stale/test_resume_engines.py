@@ -101,6 +101,7 @@ CROSSINGS = [
 ]
 
 
+@pytest.mark.stock_ddp("from_ddp", "to_ddp", "stale")
 def test_every_engine_continues_every_others_checkpoint(crossed: Path) -> None:
     expected = oracle(samples=EVEN)
     ranks = run_ranks(2, crossing_job, str(crossed), CROSSINGS)

@@ -162,15 +162,9 @@ def refused(rank: int, world: int, engine: str) -> dict[str, str]:
 
 
 @pytest.mark.stock_ddp(
-    "hooks: gradients clipped by hand, signs, noise",
-    "stale",
-    refused="a rank has those of its part; `clip_gradients` works",
-)
-@pytest.mark.stock_ddp(
-    "logging: `self.all_gather`, `torch.distributed` in a step",
-    "stale",
-    refused="ranks do not meet inside a batch",
-)
+    "gradients_clipped", "stale", refused="a rank has the gradients of its part; `clip_gradients` works"
+)  # fmt: skip
+@pytest.mark.stock_ddp("all_gather_step", "stale", refused="ranks do not meet inside a batch")
 def test_what_does_not_add_up_over_parts_is_refused() -> None:
     for said in kit.ends(refused, "stale"):
         for name, (*_, words) in REFUSED.items():
@@ -237,7 +231,7 @@ def right(rank: int, world: int, engine: str) -> Any:
     return off, told
 
 
-@pytest.mark.stock_ddp("hooks: gradients scaled, masked, centred", "balanced", "stale")
+@pytest.mark.stock_ddp("gradients_linear", "balanced", "stale")
 @pytest.mark.parametrize("engine", ["balanced", "stale"])
 def test_what_adds_up_over_parts_is_right(engine: str) -> None:
     ranks = kit.ends(right, engine)

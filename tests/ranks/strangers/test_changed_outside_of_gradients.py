@@ -101,7 +101,7 @@ def rolls_back(rank: int, world: int, engine: str, where: str) -> Facts:
 WHERE = ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end"]
 
 
-@pytest.mark.stock_ddp("state: weights loaded or set between epochs", "balanced", "stale")
+@pytest.mark.stock_ddp("weights_set_epoch", "balanced", "stale")
 @pytest.mark.parametrize(
     ("engine", "where"), [*(("stale", where) for where in WHERE), ("balanced", "on_train_epoch_end")]
 )
@@ -117,9 +117,10 @@ def prunes(rank: int, world: int, engine: str) -> Facts:
     return fit(Net(), rank, world, engine, callbacks=[pruning])
 
 
-@pytest.mark.stock_ddp("callbacks: ModelPruning", "stale")
-def test_pruned_weights_stay_pruned_alike_on_all_ranks() -> None:
-    ranks, oracle = ends(prunes, "stale"), prunes(0, 1, "single")
+@pytest.mark.stock_ddp("ModelPruning", "balanced", "stale")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+def test_pruned_weights_stay_pruned_alike_on_all_ranks(engine: str) -> None:
+    ranks, oracle = ends(prunes, engine), prunes(0, 1, "single")
     same(ranks, oracle)
     assert int((oracle["net.0.weight"] == 0).sum()) > 20
 
@@ -135,9 +136,6 @@ def clamps_on_one_rank(rank: int, world: int, engine: str) -> Facts:
     return fit(OnOneRank(), rank, world, engine)
 
 
-@pytest.mark.stock_ddp(
-    "state: weights set on one rank only", "stale", refused="under DDP the ranks' models part"
-)
 def test_weights_that_one_rank_sets_are_refused() -> None:
     said = refusal(clamps_on_one_rank, "stale")
     assert "net.0.bias was changed" in said and "differently on ranks 0 and 1" in said
@@ -193,7 +191,6 @@ def swaps(rank: int, world: int, engine: str) -> Facts:
     )
 
 
-@pytest.mark.stock_ddp("state: averages in the weights' place while validation runs", "stale")
 def test_weights_that_are_swapped_for_validation_and_back_are_no_change() -> None:
     same(ends(swaps, "stale"), swaps(0, 1, "single"))
 
@@ -258,17 +255,13 @@ def clamps(rank: int, world: int, engine: str, how: str) -> Facts:
     return fit(Clamped(how), rank, world, engine, samples=64, epochs=1)
 
 
-@pytest.mark.stock_ddp("state: weights or buffers set in a batch, `Embedding(max_norm=...)`", "balanced")
+@pytest.mark.stock_ddp("weights_set_batch", "balanced")
 @pytest.mark.parametrize("how", ["hook", "step"])
 def test_weights_that_are_set_in_a_batch_stay_set(how: str) -> None:
     same(ends(clamps, "balanced", how), clamps(0, 1, "single", how))
 
 
-@pytest.mark.stock_ddp(
-    "state: weights or buffers set in a batch, `Embedding(max_norm=...)`",
-    "stale",
-    refused="the server has them",
-)
+@pytest.mark.stock_ddp("weights_set_batch", "stale", refused="the server has them")
 @pytest.mark.parametrize("how", ["manual", "forward", "hook", "data", "assigned", "another", "step"])
 def test_weights_that_are_set_in_a_batch_are_refused(how: str) -> None:
     said = refusal(clamps, "stale", how)
@@ -293,11 +286,7 @@ def renormalises(rank: int, world: int, engine: str) -> Facts:
     return fit(PaddingRow(), rank, world, engine, samples=64)
 
 
-@pytest.mark.stock_ddp(
-    "state: weights or buffers set in a batch, `Embedding(max_norm=...)`",
-    "stale",
-    refused="the server has them",
-)
+@pytest.mark.stock_ddp("weights_set_batch", "stale", refused="the server has them")
 def test_an_embedding_that_renormalises_itself_is_refused() -> None:
     assert "table.weight was changed" in refusal(renormalises, "stale")
 
@@ -362,15 +351,18 @@ def follows(rank: int, world: int, engine: str, where: str, late: int) -> Facts:
     )  # fmt: skip
 
 
-@pytest.mark.stock_ddp("state: a teacher by moving average, all ranks in time", "balanced", "stale")
+@pytest.mark.stock_ddp("moving_average", "balanced")
+@pytest.mark.stock_ddp(
+    "moving_average", "stale", differs="refused where a rank has missed an update, which `policy='bsp'` prevents"
+)  # fmt: skip
 @pytest.mark.parametrize(("engine", "where"), [("stale", "hook"), ("stale", "step"), ("balanced", "step")])
 def test_a_teacher_is_one_processs_while_all_ranks_see_every_update(engine: str, where: str) -> None:
     same(ends(follows, engine, where, 0), follows(0, 1, "single", where, 0))
 
 
 @pytest.mark.stock_ddp(
-    "state: a teacher by moving average, a rank is late", "stale", refused="it missed an update"
-)
+    "moving_average", "stale", differs="refused where a rank has missed an update, which `policy='bsp'` prevents"
+)  # fmt: skip
 @pytest.mark.parametrize("where", ["hook", "step"])
 def test_a_teacher_that_missed_an_update_on_a_rank_is_refused(where: str) -> None:
     said = refusal(follows, "stale", where, 2)
@@ -408,7 +400,7 @@ def counts(rank: int, world: int, engine: str) -> Facts:
     return facts
 
 
-@pytest.mark.stock_ddp("state: counters, queues and pointers in buffers", "stale")
+@pytest.mark.stock_ddp("kept_by_steps", "stale")
 def test_counters_in_buffers_count_updates() -> None:
     for facts in ends(counts, "stale"):
         assert int(facts["calls"]) == 16 and float(facts["share"]) == 2.0
@@ -439,7 +431,7 @@ def enqueues(rank: int, world: int, engine: str) -> tuple[Facts, Any]:
     return facts, everyone(facts["queue"])
 
 
-@pytest.mark.stock_ddp("state: counters, queues and pointers in buffers", "stale")
+@pytest.mark.stock_ddp("kept_by_steps", "stale")
 def test_a_queue_holds_whole_keys_and_is_one_for_all_ranks() -> None:
     for facts, (mine, others) in ends(enqueues, "stale"):
         torch.testing.assert_close(facts["queue"].norm(dim=1), torch.ones(32, dtype=torch.float64))
@@ -485,10 +477,6 @@ def shadows(rank: int, world: int, engine: str) -> Facts:
     return fit(Shadow(), rank, world, engine, samples=64)
 
 
-@pytest.mark.stock_ddp(
-    "state: weights or buffers set in a batch, `Embedding(max_norm=...)`",
-    "stale",
-    refused="the server has them",
-)
+@pytest.mark.stock_ddp("weights_set_batch", "stale", refused="the server has them")
 def test_averages_in_buffers_that_a_hook_moves_are_refused() -> None:
     assert "shadow was changed" in refusal(shadows, "stale")

@@ -78,11 +78,7 @@ def asking(rank: int, world: int, engine: str, plan: str, where: str, what: str)
     return {**{name: float(v) for name, v in trained.callback_metrics.items()}, "all": module.all}
 
 
-@pytest.mark.stock_ddp(
-    "logging: `self.all_gather`, `torch.distributed` in a step",
-    "pipeline",
-    refused="one rank of each group runs the step",
-)
+@pytest.mark.stock_ddp("all_gather_step", "pipeline", refused="one rank of each group runs the step")
 @pytest.mark.parametrize(
     ("plan", "where", "what"),
     [
@@ -104,8 +100,7 @@ def test_a_step_that_waits_for_other_ranks_is_refused_at_once(plan: str, where: 
     assert "strategy='hetero_balanced'" in error and "on_train_batch_end" in error
 
 
-@pytest.mark.stock_ddp("logging: torchmetrics, also with `dist_sync_on_step`", "pipeline")
-@pytest.mark.stock_ddp("logging: `self.all_gather`, `torch.distributed` in hooks of all ranks", "pipeline")
+@pytest.mark.stock_ddp("torchmetrics", "all_gather_hook", "pipeline")
 @pytest.mark.parametrize(("plan", "where"), [("plan", "on_train_batch_end"), ("measured", "on_train_epoch_end")])
 def test_metrics_and_hooks_that_all_ranks_run(plan: str, where: str) -> None:
     want = float(X.mean())

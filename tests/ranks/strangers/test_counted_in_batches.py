@@ -134,7 +134,7 @@ def counted(rank: int, world: int, engine: str) -> list[Any]:
     return found
 
 
-@pytest.mark.stock_ddp("optimization: limits and intervals, counted in batches", "balanced")
+@pytest.mark.stock_ddp("limit_batches", "overfit_batches", "fast_dev_run", "val_check_interval", "balanced")
 def test_what_is_counted_in_batches_is_as_under_stock_ddp() -> None:
     (ours, other), (stock, _) = kit.ends(counted, "balanced"), kit.ends(counted, "ddp")
     for name, mine, theirs, want in zip(NAMES, ours, other, stock, strict=True):

@@ -110,7 +110,7 @@ def validated(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.found, module.first, float(trained.callback_metrics["mean"])
 
 
-@pytest.mark.stock_ddp("logging: lists that steps fill, read at the epoch's end", "pipeline")
+@pytest.mark.stock_ddp("kept_by_steps", "pipeline")
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_evaluation_steps_leave_on_each_rank_what_they_do_under_ddp(plan: str) -> None:
     for rank, (found, first, mean) in enumerate(ends(validated, "pipeline", plan)):
@@ -175,7 +175,7 @@ def kept(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.mine, module.together, float(trained.callback_metrics["mean"]), every
 
 
-@pytest.mark.stock_ddp("logging: lists that steps fill, read at the epoch's end", "pipeline")
+@pytest.mark.stock_ddp("kept_by_steps", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "led by rank 1"])
 def test_lists_of_training_steps_are_shared_out_at_the_epochs_end(plan: str) -> None:
     for mine, together, mean, every in ends(kept, "pipeline", plan):
@@ -241,19 +241,8 @@ def trained(rank: int, world: int, engine: str, module: Any, plan: str = "plan")
     return module
 
 
-@pytest.mark.stock_ddp(
-    "models: training_step counts its own calls",
-    "pipeline",
-    refused="it runs once per micro-batch; count in a hook",
-)
-@pytest.mark.stock_ddp(
-    "logging: `outputs` of on_train_batch_end besides the loss",
-    "pipeline",
-    refused="on one rank of each group",
-)
-@pytest.mark.stock_ddp(
-    "models: more calls of the layers in later epochs", "pipeline", refused="unless `backbone_calls` says it"
-)
+@pytest.mark.stock_ddp("calls_counted", "pipeline", refused="it runs once per micro-batch; count in a hook")
+@pytest.mark.stock_ddp("outputs_argument", "pipeline", refused="they are on one rank of each group")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -354,7 +343,7 @@ def grown(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.steps, everyone(module.seen), sum(g.samples for g in fits.strategy.plan.groups)  # type: ignore[attr-defined]
 
 
-@pytest.mark.stock_ddp("data: a batch size that grows by reloading", "pipeline")
+@pytest.mark.stock_ddp("reload_dataloaders", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "measured"])
 def test_batches_may_grow_when_the_loader_is_reloaded(plan: str) -> None:
     for steps, every, planned in ends(grown, "pipeline", plan):
@@ -372,7 +361,7 @@ def searched(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.lr, fits.global_step
 
 
-@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "pipeline")
+@pytest.mark.stock_ddp("LearningRateFinder", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "measured"])
 def test_a_learning_rate_finder_among_the_callbacks(plan: str) -> None:
     (rate, steps), other = ends(searched, "pipeline", plan)

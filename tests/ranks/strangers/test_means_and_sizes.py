@@ -109,7 +109,7 @@ def means(rank: int, world: int, engine: str, pieces: bool) -> dict[str, dict[st
     return found
 
 
-@pytest.mark.stock_ddp("logging: means of an epoch, which count each sample once", "balanced", "stale")
+@pytest.mark.stock_ddp("log_epoch", "time_major", "balanced", "stale")
 @pytest.mark.parametrize("engine", ["balanced", "stale", "in pieces"])
 def test_means_of_an_epoch_count_samples(engine: str) -> None:
     right = sum(i * i for i in range(SAMPLES)) / SAMPLES
@@ -188,7 +188,7 @@ def rates(rank: int, world: int, engine: str) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.stock_ddp("callbacks: ThroughputMonitor", "balanced", "stale", "pipeline")
+@pytest.mark.stock_ddp("ThroughputMonitor")
 @pytest.mark.parametrize("engine", ["balanced", "stale", "pipeline", "federated"])
 def test_throughput_is_that_of_all_ranks(engine: str) -> None:
     rows, _ = kit.ends(rates, engine)

@@ -264,23 +264,20 @@ def kept_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {"told": told}
 
 
-@pytest.mark.stock_ddp("logging: MetricCollection, MetricTracker, metrics of one's own",
-                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.stock_ddp("torchmetrics")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [collection, computed_by_hand, tracked, ignored_nan, own_metric])
 def test_metrics(situation: Any, engine: str) -> None:
     right(situation, engine, tolerance=1e-5)
 
 
-@pytest.mark.stock_ddp("logging: metrics that are never reset", "balanced", "stale", "pipeline")
+@pytest.mark.stock_ddp("metric_kept")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kept_metric(engine: str) -> None:
     right(kept_metric, engine, tolerance=1e-5)
 
 
-@pytest.mark.stock_ddp(
-    "logging: self.log in every hook, several validation loaders", "balanced", "stale", "pipeline"
-)
+@pytest.mark.stock_ddp("log_anywhere")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [two_validation_loaders, logged_everywhere])
 def test_logged(situation: Any, engine: str) -> None:

@@ -218,10 +218,10 @@ def right(rank: int, world: int, engine: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.stock_ddp("hooks: clip_grad_norm_ and grad_norm of the user's own", "pipeline")
-@pytest.mark.stock_ddp("hooks: parameters or gradients changed one by one", "pipeline")
-@pytest.mark.stock_ddp("optimization: optimizers that swap weights", "pipeline")
-@pytest.mark.stock_ddp("callbacks: BaseFinetuning with a new group", "pipeline")
+@pytest.mark.stock_ddp(
+    "gradients_clipped", "gradients_linear", "weights_set_batch", "weights_set_epoch", "schedule_free",
+    "BaseFinetuning", "pipeline"
+)  # fmt: skip
 def test_what_treats_each_parameter_by_itself_on_all_ranks_is_right() -> None:
     for found in ends(right, "pipeline"):
         assert {kind: off for kind, off in found.items() if off > EXACT} == {}
@@ -266,7 +266,6 @@ def averaged(rank: int, world: int, engine: str, moved: bool) -> tuple[float, in
     return max(float((one[key] - two[key]).abs().max()) for key in one), len(script.withdrawn)
 
 
-@pytest.mark.stock_ddp("callbacks: averages of weights in a copy made in on_fit_start", "pipeline")
 def test_an_average_by_hand_is_right_and_whole_in_checkpoints_and_keeps_the_layers_where_they_are() -> None:
     assert all(off <= EXACT and not withdrawn for off, withdrawn in ends(averaged, "pipeline", False))
     moved = ends(averaged, "pipeline", True)
@@ -299,7 +298,7 @@ def printed(rank: int, world: int, engine: str) -> list[list[Any]]:
     return everyone(fitted(Prints, (rank, world, engine), turned, max_epochs=2).noted)
 
 
-@pytest.mark.stock_ddp("hooks: is_global_zero and rank_zero_only inside of a step", "pipeline")
+@pytest.mark.stock_ddp("rank_zero", "pipeline")
 def test_rank_zeros_part_of_a_step_is_done_once_on_whatever_rank_leads() -> None:
     (noted, *_) = ends(printed, "pipeline")
     every = [entry for rank in noted for entry in rank if not isinstance(entry, dict)]
@@ -539,21 +538,13 @@ def refused(rank: int, world: int, engine: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.stock_ddp("optimizer_norm", "pipeline", refused="each rank has the gradients of its own layers")
 @pytest.mark.stock_ddp(
-    "models: norms in an optimizer, penalties, other values of all weights",
-    "pipeline",
-    refused="each rank has its layers'",
-)
-@pytest.mark.stock_ddp(
-    "models: a teacher or moving target averaged from the layers",
-    "pipeline",
-    refused="they are on several ranks",
-)
-@pytest.mark.stock_ddp("models: what forward hooks keep", "pipeline", refused="it is where the layer is")
-@pytest.mark.stock_ddp(
-    "optimization: closures called several times per step (SAM)", "pipeline", refused="one pass per step"
-)
-@pytest.mark.stock_ddp("callbacks: ModelPruning", "pipeline", refused="it compares all weights")
+    "moving_average", "pipeline", refused="the layers are on several ranks; use `WeightAveraging`"
+)  # fmt: skip
+@pytest.mark.stock_ddp("forward_hooks", "pipeline", refused="what they keep is where the layer is")
+@pytest.mark.stock_ddp("closures", "pipeline", refused="there is one pass per step")
+@pytest.mark.stock_ddp("ModelPruning", "pipeline", refused="it compares the weights of all layers")
 def test_what_needs_parameters_of_another_rank_is_refused_by_name(kind: str) -> None:
     said = refusal(refused, "pipeline", kind)
     assert re.search(REFUSED[kind][1], said, re.S), said

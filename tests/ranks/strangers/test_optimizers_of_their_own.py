@@ -241,19 +241,9 @@ def refused(rank: int, world: int, engine: str) -> dict[str, str]:
     return said
 
 
-@pytest.mark.stock_ddp(
-    "optimization: closures called several times per step (SAM)",
-    "stale",
-    refused="the step is in the server, the loss is not",
-)
-@pytest.mark.stock_ddp(
-    "optimization: optimizer's state read, reset or loaded in mid-fit, hooks on its step",
-    "stale",
-    refused="the server has it",
-)
-@pytest.mark.stock_ddp(
-    "optimization: ReduceLROnPlateau in every step", "stale", refused="the value is the rank's own"
-)
+@pytest.mark.stock_ddp("closures", "stale", refused="the server makes the step, and does not have the loss")
+@pytest.mark.stock_ddp("optimizer_state", "stale", refused="the server has it")
+@pytest.mark.stock_ddp("plateau_step", "stale", refused="the value is the rank's own")
 def test_what_a_rank_cannot_do_with_an_optimizer_is_refused() -> None:
     for said in kit.ends(refused, "stale"):
         for cls, words in REFUSED.items():
@@ -272,7 +262,7 @@ def right(rank: int, world: int, engine: str) -> list[float]:
     return off
 
 
-@pytest.mark.stock_ddp("optimization: closures called several times per step (SAM)", "balanced")
+@pytest.mark.stock_ddp("closures", "balanced")
 def test_two_passes_per_step() -> None:
     for off in kit.ends(right, "balanced"):
         assert max(off) < 1e-9
@@ -333,7 +323,7 @@ def averaged(rank: int, world: int, engine: str) -> tuple[float, float, int]:
     return kit.difference(module, oracle), abs(off), groups[0]["made"]
 
 
-@pytest.mark.stock_ddp("optimization: optimizers that swap weights", "balanced", "stale")
+@pytest.mark.stock_ddp("schedule_free", "balanced", "stale")
 @pytest.mark.parametrize("engine", ["balanced", "stale"])
 def test_an_optimizer_with_two_sets_of_weights(engine: str) -> None:
     for weights, value, made in kit.ends(averaged, engine):
@@ -401,7 +391,7 @@ def in_turn(rank: int, world: int, engine: str) -> list[float]:
     return off
 
 
-@pytest.mark.stock_ddp("optimization: several steps in a batch that build on each other", "stale")
+@pytest.mark.stock_ddp("manual", "stale")
 def test_steps_that_build_on_each_other() -> None:
     for off in kit.ends(in_turn, "stale"):
         assert max(off) < 1e-9

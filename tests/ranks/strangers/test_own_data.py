@@ -114,7 +114,7 @@ def fewer_batches_on_one_rank(rank: int, world: int, engine: str) -> dict[str, A
     return trained(fits, Learns(), DataLoader(Numbers(1000 * rank, 32 - 8 * rank), batch_size=8))
 
 
-@pytest.mark.stock_ddp("data: files of the rank's own (`use_distributed_sampler=False`)", "balanced")
+@pytest.mark.stock_ddp("use_distributed_sampler", "balanced")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_files_of_the_rank_are_trained_once_each_and_as_by_stock_ddp(workers: int) -> None:
     want = ends(files_of_the_rank, "ddp", workers)
@@ -128,11 +128,8 @@ def test_files_of_the_rank_are_trained_once_each_and_as_by_stock_ddp(workers: in
 
 
 @pytest.mark.stock_ddp(
-    "data: files of the rank's own (`use_distributed_sampler=False`)",
-    "stale",
-    "pipeline",
-    refused="samples would move between ranks",
-)
+    "use_distributed_sampler", "stale", "pipeline", refused="samples would move between ranks"
+)  # fmt: skip
 @pytest.mark.parametrize("engine", REFUSED)
 def test_files_of_the_rank_are_refused_where_samples_move(engine: str) -> None:
     told = refusal(files_of_the_rank, engine)
@@ -158,9 +155,6 @@ def test_a_part_of_the_data_by_rank_stays_there(situation: Any) -> None:
     assert [f["seen"] for f in ends(situation, "balanced")] == [f["seen"] for f in want]
 
 
-@pytest.mark.stock_ddp(
-    "data: another order of the files on each rank", "stale", "pipeline", refused="names the sample"
-)
 def test_another_order_on_each_rank_is_said() -> None:
     facts = ends(unseeded_split, "balanced")[0]
     assert len(facts["told"]) == 1 and "trained twice" in facts["told"][0]

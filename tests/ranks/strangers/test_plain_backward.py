@@ -75,10 +75,11 @@ def trained(rank: int, world: int, engine: str, make: type[Plain], unused: bool)
     return kit.difference(module, one)
 
 
-@pytest.mark.stock_ddp("optimization: manual, with loss.backward()", "balanced")
+@pytest.mark.stock_ddp("manual_backward", "balanced", "stale")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
 @pytest.mark.parametrize(("make", "unused"), [(Plain, False), (Summed, False), (Parts, True)])
-def test_ranks_train_together(make: type[Plain], unused: bool) -> None:
-    assert max(kit.ends(trained, "balanced", make, unused)) < 1e-12
+def test_ranks_train_together(make: type[Plain], unused: bool, engine: str) -> None:
+    assert max(kit.ends(trained, engine, make, unused)) < 1e-12
 
 
 def test_a_part_of_the_parameters_needs_the_flag() -> None:

@@ -61,19 +61,14 @@ def state_between_batches(rank: int, world: int, engine: str, equal: bool) -> in
     return fits.global_step
 
 
-@pytest.mark.stock_ddp(
-    "models: a state for each row, kept from batch to batch",
-    "stale",
-    "pipeline",
-    refused="batches differ in rows",
-)
+@pytest.mark.stock_ddp("row_state", "stale", "pipeline", refused="batches differ in rows")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_state_kept_by_row_is_refused_with_the_way_out(engine: str) -> None:
     told = refusal(state_between_batches, engine, False)
     assert "strategy='hetero_balanced' as LoadBalancedStrategy(rebalance=False)" in told
 
 
-@pytest.mark.stock_ddp("models: a state for each row, with `rebalance=False`", "balanced")
+@pytest.mark.stock_ddp("row_state", "balanced", differs="say `rebalance=False`")
 def test_a_state_kept_by_row_trains_with_equal_parts() -> None:
     assert ends(state_between_batches, "balanced", True) == [8, 8]
 
@@ -111,7 +106,8 @@ def spoilt_samples(rank: int, world: int, engine: str, weighted: bool) -> dict[s
     """A collate function leaves out what could not be read (pytorch#57429)."""
     rows = {"batch_weight": lambda batch: len(batch[0])} if weighted else {}
     module = Plain()
-    fits = trainer(rank, world, engine, {"balanced": {**UNEVEN, **rows}, "stale": {"policy": "bsp"}}, max_epochs=4)
+    fits = trainer(rank, world, engine, {"balanced": {**UNEVEN, **rows}, "stale": {"policy": "bsp", **rows}},
+                   max_epochs=4)  # fmt: skip
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fits.fit(module, DataLoader(Spoilt(), batch_size=8, collate_fn=the_good_ones))
@@ -126,9 +122,10 @@ def spoilt_samples(rank: int, world: int, engine: str, weighted: bool) -> dict[s
     return {"off": off, "told": everyone([str(w.message) for w in told if "leaves samples out" in str(w.message)])}
 
 
-@pytest.mark.stock_ddp("data: a collate function that leaves samples out (`batch_weight`)", "balanced")
-def test_batches_with_fewer_rows_are_weighted_by_what_the_user_says() -> None:
-    facts = ends(spoilt_samples, "balanced", True)[0]
+@pytest.mark.stock_ddp("left_out", "balanced", "stale", differs="say `batch_weight`, or a warning does")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+def test_batches_with_fewer_rows_are_weighted_by_what_the_user_says(engine: str) -> None:
+    facts = ends(spoilt_samples, engine, True)[0]
     assert facts["off"] < 1e-9 and facts["told"] == [[], []]
 
 
@@ -161,6 +158,6 @@ def two_loaders(rank: int, world: int, engine: str) -> dict[str, Any]:
     return module.seen
 
 
-@pytest.mark.stock_ddp("data: loaders of unlike batch sizes", "balanced")
+@pytest.mark.stock_ddp("train_loaders", "balanced")
 def test_bounds_are_of_the_largest_loaders_batches() -> None:
     assert ends(two_loaders, "balanced") == [{"a": [12, 12], "b": [6, 6]}, {"a": [4, 4], "b": [2, 2]}]

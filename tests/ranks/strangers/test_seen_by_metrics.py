@@ -101,9 +101,7 @@ def measured(rank: int, world: int, engine: str, automatic: bool) -> Any:
     return module.row, module.ended, counts.ended, module.wrong, module.trained, kept, module.computed
 
 
-@pytest.mark.stock_ddp("logging: means of an epoch, which count each sample once", "balanced", "stale")
-@pytest.mark.stock_ddp("hooks: `on_train_batch_end` sees each sample once", "balanced", "stale")
-@pytest.mark.stock_ddp("logging: torchmetrics, also with `dist_sync_on_step`", "balanced", "stale")
+@pytest.mark.stock_ddp("log_epoch", "batch_argument", "outputs_argument", "torchmetrics", "balanced", "stale")
 @pytest.mark.parametrize(("engine", "automatic"), [("balanced", True), ("stale", True), ("stale", False)])
 def test_each_sample_is_seen_once(engine: str, automatic: bool) -> None:
     ranks = kit.ends(measured, engine, automatic)

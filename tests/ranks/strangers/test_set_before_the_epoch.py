@@ -99,9 +99,7 @@ def curriculum(rank: int, world: int, engine: str, own: bool, workers: bool, gro
     return by_epoch(module, 0)
 
 
-@pytest.mark.stock_ddp(
-    "data: the state of data or sampler, set in `on_train_epoch_start`", "balanced", "stale", "pipeline"
-)
+@pytest.mark.stock_ddp("data_state")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("own", "workers"), [(False, False), (True, False), (False, True)])
 def test_a_samplers_stage_counts_in_the_epoch_that_begins(engine: str, own: bool, workers: bool) -> None:
@@ -204,9 +202,7 @@ def staged_data(rank: int, world: int, engine: str, workers: bool) -> list[list[
     return by_epoch(module, 1)
 
 
-@pytest.mark.stock_ddp(
-    "data: the state of data or sampler, set in `on_train_epoch_start`", "balanced", "stale", "pipeline"
-)
+@pytest.mark.stock_ddp("data_state")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("workers", [False, True])
 def test_a_data_sets_stage_counts_in_the_epoch_that_begins(engine: str, workers: bool) -> None:

@@ -108,7 +108,7 @@ def changed(rank: int, world: int, engine: str, name: str) -> tuple[float, list[
     return kit.difference(module, one), same, [str(w.message) for w in caught if "parameters" in str(w.message)]
 
 
-@pytest.mark.stock_ddp("models: parameters thawed or frozen while training", "balanced")
+@pytest.mark.stock_ddp("BaseFinetuning", "balanced")
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_what_is_thawed_or_frozen_later_is_trained_by_all_ranks_together(name: str) -> None:
     for off, everyone, _ in kit.ends(changed, "balanced", name):

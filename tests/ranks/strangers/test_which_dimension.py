@@ -121,7 +121,7 @@ def trained(rank: int, world: int, engine: str, plan: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.stock_ddp("data: time-major batches, lists of images", "pipeline")
+@pytest.mark.stock_ddp("time_major", "pipeline")
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_batches_are_cut_where_they_follow_their_size(plan: str) -> None:
     for found in ends(trained, "pipeline", plan):
@@ -150,9 +150,7 @@ def similarities(samples: Any) -> Any:
     return torch.zeros(len(samples), len(samples))
 
 
-@pytest.mark.stock_ddp(
-    "data: a collate function that leaves samples out", "pipeline", refused="a batch is cut by its samples"
-)
+@pytest.mark.stock_ddp("left_out", "pipeline", refused="it would not be known how to cut a batch")
 @pytest.mark.parametrize(
     ("collate", "bad", "reason"),
     [
