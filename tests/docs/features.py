@@ -26,13 +26,13 @@ precision_mixed_manual: `precision="16-mixed"` with manual optimization
 precision_true: `precision="bf16-true"`, `"64-true"`
 deterministic: `deterministic`, `benchmark`, `detect_anomaly`, `inference_mode=False`
 barebones: `barebones`
-use_distributed_sampler: `use_distributed_sampler=False`, where each rank reads data of its own
+use_distributed_sampler: `use_distributed_sampler=False`, where each rank reads different data
 plugins: `plugins`: a cluster environment, a `CheckpointIO` (`AsyncCheckpointIO`)
 sync_batchnorm: `sync_batchnorm=True`, layers of SyncBatchNorm
 reload_dataloaders: `reload_dataloaders_every_n_epochs`, also with another batch size or number of samples
 enable_autolog_hparams: `enable_autolog_hparams`, `save_hyperparameters()`
-callbacks: `callbacks`: subclasses of `Callback` of your own
-logger: `logger`: a `Logger` of your own or of others (`WandbLogger`, `MLFlowLogger`, `CometLogger`, `LitLogger`) is
+callbacks: `callbacks`: custom subclasses of `Callback`
+logger: `logger`: a custom or third-party `Logger` (`WandbLogger`, `MLFlowLogger`, `CometLogger`, `LitLogger`) is
   given the same values
 profiler: `profiler`: `SimpleProfiler`, `AdvancedProfiler`
 
@@ -55,7 +55,7 @@ hooks_loaders: `train_dataloader`, `val_dataloader`, `test_dataloader`, `predict
 hooks_transfer: `on_before_batch_transfer`, `transfer_batch_to_device`, `on_after_batch_transfer`
 hooks_transfer_rows: batch transfer hooks that change how many rows a batch has
 hooks_checkpoint: `on_save_checkpoint`, `on_load_checkpoint`, `state_dict`, `load_state_dict`
-backward: `backward` of your own
+backward: a custom `backward`
 batch_argument: the `batch` that `on_train_batch_start` and `on_train_batch_end` are given
 outputs_argument: the `outputs` that `on_train_batch_end` is given, besides the loss
 epoch_ended: epochs that end early or are added (`on_train_batch_start` returns -1, `trainer.should_stop`,
@@ -89,7 +89,7 @@ loggers: `CSVLogger`, `TensorBoardLogger`
 log_epoch: `self.log(..., on_epoch=True)`: the mean over all samples
 log_step: `self.log(..., on_step=True, sync_dist=True)`: the mean over the global batch
 log_anywhere: `self.log` and `self.log_dict` in any hook, and with several validation loaders
-torchmetrics: torchmetrics, `MetricCollection`, `MetricTracker`, metrics of your own, `dist_sync_on_step`
+torchmetrics: torchmetrics, `MetricCollection`, `MetricTracker`, custom metrics, `dist_sync_on_step`
 metric_kept: metrics that are never reset
 all_gather_hook: `self.all_gather`, `torch.distributed` in hooks that every rank runs
 all_gather_step: `self.all_gather`, `torch.distributed` in `training_step`
@@ -98,7 +98,7 @@ calls_counted: `training_step` counts its own calls
 rank_zero: `self.trainer.is_global_zero`, `rank_zero_only` in `training_step`
 
 # Optimization
-optimizers: optimizers that treat each parameter by itself (SGD, Adam, LARS, Adafactor); groups of parameters
+optimizers: optimizers that treat each parameter separately (SGD, Adam, LARS, Adafactor); groups of parameters
 schedulers: several learning rate schedulers, stepped per batch or per epoch
 plateau_epoch: `ReduceLROnPlateau` at the end of an epoch or of a validation
 plateau_step: `ReduceLROnPlateau` in every step
@@ -109,7 +109,7 @@ closures: optimizers that call their closure several times per step (SAM)
 optimizer_norm: optimizers with a norm over all gradients (LAMB's first step)
 lbfgs: `torch.optim.LBFGS`
 zero: `ZeroRedundancyOptimizer`
-lookahead: optimizers around another one, with weights of their own (Lookahead)
+lookahead: optimizers around another one, with separate weights (Lookahead)
 schedule_free: optimizers that swap the weights for evaluation
 optimizer_state: the optimizer's state is read, reset or replaced during the fit
 rates_in_hooks: learning rates, clipping and attributes of layers, set in a hook
@@ -137,10 +137,10 @@ parameters_asked: devices and sizes of parameters, asked for in a hook
 
 # Data
 workers: `num_workers`, `persistent_workers`, `worker_init_fn`, `collate_fn`
-samplers: samplers of your own, `WeightedRandomSampler`
-batch_sampler: a `batch_sampler` of your own
-batch_kinds: batches that are dictionaries, dataclasses or objects of your own
-subclasses: subclasses of DataLoader with arguments of their own
+samplers: custom samplers, `WeightedRandomSampler`
+batch_sampler: a custom `batch_sampler`
+batch_kinds: batches that are dictionaries, dataclasses or custom objects
+subclasses: subclasses of DataLoader with additional arguments
 time_major: batches whose first dimension is not that of the samples; lists of images
 left_out: a `collate_fn` that leaves samples out
 iterable: `IterableDataset`

@@ -185,7 +185,7 @@ class PipelineRun(RunOnRank):
 
     @property
     def meets(self) -> bool:
-        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
+        """Bubbles are waiting, too, but where each rank is a separate pipeline it has no bubbles."""
         return self.take_reports() is None
 
     def engine_metrics(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ _KINDS = {"F": "work", "B": "r1", "H": "r2"}
 
 
 def pipeline(facts: RunFacts) -> Drawn:
-    """The schedule, its bubbles, and each stage beside its plan."""
+    """The schedule, its bubbles, and each stage compared with its plan."""
     found = facts.pipeline
     if found is None:
         return "Only hetero_pipeline divides layers among devices.", Markup()
@@ -36,14 +36,14 @@ def pipeline(facts: RunFacts) -> Drawn:
             [f"group {i}" for i in range(len(groups))],
             [f"stage {i}" for i in range(max(map(len, found.stages)))],
             [[charts.ratio_cell(s.ratio, f"rank {s.rank}: {s.ratio:.2f}") for s in group] for group in found.stages],
-            label="stages beside their plan",
+            label="stages compared with their plan",
         )
         ratio, at, stage = max(known, key=lambda one: one[0])
         low = min(known, key=lambda one: one[0])[0]
         if ratio > 1.15 * low and ratio > 1.15:
             answer += f". Group {at}, rank {stage.rank}, is off most: {ratio:.2f} times what was planned"
         else:
-            answer += f". All stages take about as planned beside one another ({low:.2f} to {ratio:.2f} times)"
+            answer += f". All stages take about as planned, relative to each other ({low:.2f} to {ratio:.2f} times)"
     rows = [
         [f"{i}", f"{s.rank}", f"{s.layers[0]} to {s.layers[1]}", *map(milliseconds, (s.planned_s, s.measured_s)),
          percent(s.idle)]
@@ -53,7 +53,7 @@ def pipeline(facts: RunFacts) -> Drawn:
     body += table(["group", "rank", "layers", "planned", "own work", "not working"], rows)
     working = {rank for group in groups for rank in group.ranks}
     if resting := [str(rank) for rank in range(facts.run.ranks) if rank not in working]:
-        answer += f". At rest: {', '.join(resting)}"
+        answer += f". Idle: {', '.join(resting)}"
     return answer + ".", body
 
 
