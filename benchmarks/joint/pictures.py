@@ -93,4 +93,4 @@ def _marks(low: float, high: float, log_y: bool) -> list[float]:
     if log_y:
         return [10.0**power for power in range(round(low), round(high) + 1)]
     step = _step(high - low)
-    return [round(low + k * step, 10) for k in range(round((high - low) / step) + 1)]
+    return [round(low + k * step, 10) for k in range(math.floor((high - low) / step + 1e-6) + 1)]

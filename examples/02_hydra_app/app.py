@@ -1,15 +1,13 @@
 r"""An application of its own, laid out like lightning-hydra-template; nothing in it is ours but the model and the data.
 
-Hydra finds the groups ``strategy``, ``cluster`` and ``emulation`` because lightning-hetero is installed
-(``pip install -e .`` in a checkout will do). This app reads its strategy from ``trainer.strategy``, so that is where
-they go:
+Hydra finds the group ``hetero`` because lightning-hetero is installed (``pip install -e .`` in a checkout will do).
+This app reads its strategy from ``trainer.strategy``, so that is where it goes:
 
     python examples/02_hydra_app/app.py trainer=ddp                                    # stock DDP, as the app has it
     python examples/02_hydra_app/app.py trainer=ddp trainer.strategy=hetero_balanced   # by name
-    python examples/02_hydra_app/app.py trainer=ddp +strategy@trainer.strategy=hetero_balanced \
+    python examples/02_hydra_app/app.py trainer=ddp +hetero/strategy@trainer.strategy=hetero_balanced \
         trainer.strategy.dead_band=0.05                                                # with arguments
-    python examples/02_hydra_app/app.py trainer=ddp +emulation@callbacks.throttle=one_straggler \
-        +callbacks.throttle._target_=lightning_hetero.ThrottleCallback                 # with an emulated straggler
+    python examples/02_hydra_app/app.py trainer=ddp +hetero/emulation@callbacks.throttle=one_straggler   # a straggler
 """
 
 from __future__ import annotations

@@ -88,12 +88,9 @@ class WarmUp:
         series: list[tuple[float, ...]] = self.channel.all_gather_object(slowness)
         cluster = self._cluster([costs[0].seconds(share) / max(c.seconds(share), 1e-9) for c in costs])
         setup = Setup(
-            cluster=cluster,
-            global_batch=self.global_batch,
-            model=_scaled(whole[0], costs[0], share),
-            costs=tuple(costs),
-            slowness=tuple(series),
-        )
+            cluster=cluster, global_batch=self.global_batch, model=_scaled(whole[0], costs[0], share),
+            costs=tuple(costs), slowness=tuple(series),
+        )  # fmt: skip
         setup = replace(setup, exchange_s=self._exchange(round(setup.param_bytes() / 4)))  # as many float32
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)
@@ -118,15 +115,10 @@ class WarmUp:
     def _rehearsal(self, *, divided: bool) -> Rehearsal:
         whole = undivided(self.module, "only its step as a whole is wanted")
         return Rehearsal(
-            module=self.module,
-            backbone=find_layers(self.module, None) if divided else whole,
-            found=True,
-            device=self.strategy.root_device,
-            loader=self.loader,
-            optimizers=(),
-            to_device=self.strategy.batch_to_device,
-            context=self.strategy.precision_plugin.train_step_context,
-        )
+            module=self.module, backbone=find_layers(self.module, None) if divided else whole, found=True,
+            device=self.strategy.root_device, loader=self.loader, optimizers=(),
+            to_device=self.strategy.batch_to_device, context=self.strategy.precision_plugin.train_step_context,
+        )  # fmt: skip
 
     def _measured(self, rehearsal: Rehearsal) -> ModelCost:
         return measure_model(rehearsal, micro_batch_size=None, checkpoint_layers=False)[0]

@@ -67,22 +67,13 @@ class LoaderBinder(ABC, Generic[Bound]):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: Channel,
-        *,
-        strategy_name: str,
-        shared: SharedSettings,
+        self, trainer: Trainer, channel: Channel, *, strategy_name: str, shared: SharedSettings,
         stream: StreamMode | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.orders = OrderFinder(
-            trainer,
-            channel,
-            strategy_name=strategy_name,
-            global_batch_size=shared.global_batch_size,
-            batch_sampler=shared.batch_sampler,
-            stream=stream,
-        )
+            trainer, channel, strategy_name=strategy_name, global_batch_size=shared.global_batch_size,
+            batch_sampler=shared.batch_sampler, stream=stream,
+        )  # fmt: skip
         self._trainer = trainer
         self._channel = channel
         self._strategy_name = strategy_name
@@ -201,32 +192,20 @@ class PartBinder(LoaderBinder[Bound]):
         return loader, spec, self.orders.agree(spec)
 
     def _read_parts(
-        self,
-        bound: Bound,
-        loader: DataLoader,
-        *,
-        least: int = 1,
-        costs: SampleCosts | None = None,
+        self, bound: Bound, loader: DataLoader, *, least: int = 1, costs: SampleCosts | None = None
     ) -> DataLoader:
         """Makes the copy of a map-style dataset's loader, see `GlobalBatchSampler`."""
         assert bound.order is not None
         sampler = GlobalBatchSampler(
-            bound.order,
-            split=partial(self.split, bound),
-            rank=self._channel.rank,
-            least=least,
-            costs=costs,
+            bound.order, split=partial(self.split, bound), rank=self._channel.rank, least=least, costs=costs
         )
         sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
         bound.loader = rebatched_loader(
-            loader,
-            sampler,
-            position=lambda: self._begin()[1],
-            restarts=lambda: compat.behind_the_epoch(self._trainer),
-            on_fetch=bound.handed.append,
+            loader, sampler, position=lambda: self._begin()[1],
+            restarts=lambda: compat.behind_the_epoch(self._trainer), on_fetch=bound.handed.append,
             counted=self._counted,
             looks_on=lambda it: 0 if compat.is_train_iterator(self._trainer, it) else self._channel.world_size,
-        )
+        )  # fmt: skip
         return self._add(bound)
 
     def _read_stream(

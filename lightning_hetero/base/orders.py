@@ -42,15 +42,9 @@ class OrderFinder:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: Channel,
-        *,
-        strategy_name: str,
-        global_batch_size: int | None,
-        batch_sampler: Literal["refuse", "pool"],
-        stream: StreamMode | None,
-    ) -> None:
+        self, trainer: Trainer, channel: Channel, *, strategy_name: str, global_batch_size: int | None,
+        batch_sampler: Literal["refuse", "pool"], stream: StreamMode | None,
+    ) -> None:  # fmt: skip
         self.resume: Mapping[str, Any] = {}
         self._trainer = trainer
         self._channel = channel

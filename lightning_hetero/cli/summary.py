@@ -1,85 +1,22 @@
-"""A run and results as rows and plain-text tables (pure functions).
-
-Steady state here means the last half of the steps: adaptation, caches and start-up are over. Times are medians over it,
-so that one hiccup of the machine does not change the picture. Under a strategy whose ranks do not all take part in
-every batch (`BoundedStalenessStrategy`) a step made without a rank is one of 0 samples, and tells nothing about its
-times.
-"""
+"""Results as rows and plain-text tables (pure functions); their figures are the ledger's, see `record.ledger`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Any
-
-from lightning_hetero.record.run import RecordedRun
-
-_STEADY = 0.5  # part of the steps, from the end, that is looked at
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSummary:
-    """One rank over the steady state of one job.
-
-    Attributes:
-        rank: global rank.
-        steps: steps the figures are taken from, those made without this rank included.
-        samples: mean samples per step.
-        share: mean part of the global batch, in [0, 1].
-        samples_per_s: median speed of own work; None if no step took measurable time.
-        compute_s: median time of own work per step it took part in [s].
-        wait_s: median time spent waiting for peers per step it took part in [s].
-    """
-
-    rank: int
-    steps: int
-    samples: float
-    share: float
-    samples_per_s: float | None
-    compute_s: float
-    wait_s: float
-
-
-def summarise_ranks(run: RecordedRun) -> list[RankSummary]:
-    """Returns one summary per rank, in order of rank; empty if no step was measured."""
-    steps = run.steps[-max(1, math.ceil(_STEADY * len(run.steps))) :]
-    total = math.fsum(step.samples for step in steps)
-    summaries: list[RankSummary] = []
-    for rank in range(run.ranks) if steps else ():
-        own = [turn for step in steps if (turn := step.turns.get(rank)) is not None]
-        samples = math.fsum(turn.samples for turn in own)
-        # A step without samples says nothing about the speed: its time is all fixed cost.
-        speeds = [turn.samples / turn.compute_s for turn in own if turn.compute_s > 0 and turn.samples > 0]
-        summaries.append(
-            RankSummary(
-                rank=rank,
-                steps=len(steps),
-                samples=samples / len(steps),
-                share=samples / total if total > 0 else 0.0,
-                samples_per_s=median(speeds) if speeds else None,
-                compute_s=median(turn.compute_s for turn in own) if own else 0.0,
-                wait_s=median(turn.wait_s for turn in own) if own else 0.0,
-            )
-        )
-    return summaries
-
-
-def mean_global_batch(run: RecordedRun) -> float:
-    """Returns the samples of all ranks per measured step; 0 without measured steps."""
-    return fmean(step.samples for step in run.steps) if run.steps else 0.0
 
 
 def rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of one job, a line per rank: speed, share, compute and wait.
+    """Returns the table of one job, a line per rank: speed, share, and where the time of a step went.
 
     Args:
-        ranks: `RankSummary`, as plain values.
+        ranks: `RankFigures`, as plain values.
     """
-    header = ["rank", "samples/s", "samples", "share %", "compute ms", "wait ms"]
+    header = ["rank", "samples/s", "samples", "share %", "work ms", "exchange ms", "waiting ms"]
+    times = [[1e3 * r[name] for name in ("compute_s", "exchange_s", "wait_s")] for r in ranks]
     figures = [
-        (r["samples_per_s"], r["samples"], 100 * r["share"], 1e3 * r["compute_s"], 1e3 * r["wait_s"]) for r in ranks
+        (r["samples_per_s"], r["samples_per_step"], 100 * r["share"], *own) for r, own in zip(ranks, times, strict=True)
     ]
     rows = [[str(r["rank"]), *(_number(v, 1) for v in row)] for r, row in zip(ranks, figures, strict=True)]
     return format_table(header, rows)
@@ -90,7 +27,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
 
     The speed-up is over the first result with a time. ``overrides`` appears if jobs differ in more than
     strategy and scenario, and holds what is not common to all. ``shares %`` is each rank's part of the
-    global batch, rank 0 first; ``waiting %`` the part of the ranks' steady-state steps spent waiting.
+    global batch, rank 0 first; ``waiting %`` the part of all ranks' time in steps that is waiting.
 
     Args:
         results: what the jobs wrote into their ``result.json``.
@@ -104,7 +41,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
     for index, result in enumerate(results):
         ranks: list[Mapping[str, Any]] = result.get("ranks") or []
         fit_s, metric = result.get("fit_s"), result.get("metric") or {}
-        work_s, wait_s = (math.fsum(rank[name] for rank in ranks) for name in ("compute_s", "wait_s"))
+        waiting = result.get("waiting")
         rows.append(
             [
                 str(result.get("job", index)),
@@ -116,7 +53,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
                 _number(result.get("samples_per_s"), 1),
                 *(_number(metric.get("value") if metric.get("name") == name else None, 4) for name in names),
                 "/".join(f"{100 * rank['share']:.0f}" for rank in ranks) or "-",
-                _number(100 * wait_s / (work_s + wait_s) if work_s + wait_s > 0 else None, 1),
+                _number(None if waiting is None else 100 * waiting, 1),
             ]
         )
     return format_table(header, rows)

@@ -33,13 +33,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
+from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import read_if_there, read_result, write_report
 from lightning_hetero.cli.screen import JobScreen, OnScreen, ending_in_words
-from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
+from lightning_hetero.cli.summary import comparison_table, rank_table
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import write_file
+from lightning_hetero.record.ledger import Tally, ledger_of, samples_in
 from lightning_hetero.record.run import run_of
 
 RESULT_FILE = "result.json"
@@ -185,7 +187,7 @@ def check_groups(cfg: DictConfig, strategy: Any) -> None:
         ValueError: a key next to the one that the command reads; with the place where it belongs.
     """
     for group, read, of in (("emulation", "scenario", "a scenario's"), ("cluster", "spec", "a cluster's")):
-        for name in sorted(set(cfg.get(group) or {}) - {read}):
+        for name in sorted(set(cfg.get(group) or {}) - {read, "_target_"}):
             raise ValueError(
                 f"nobody reads {group}.{name}: {of} arguments are {group}.{read}.*, here {group}.{read}.{name}=..."
             )
@@ -233,8 +235,9 @@ def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) 
             "nothing was trained; check trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches"
         )
     run = read_if_there(cfg.paths.events_dir, lambda folder: run_of(read_events(folder)))
-    # A trace need not hold every step, so: the mean global batch times the batches trained.
-    samples = 0 if run is None else round(mean_global_batch(run) * clocked["batches"])
+    ledger = ledger_of(run) if run is not None and run.steps else Tally(0).ledger(problem="not known: no trace")
+    samples, wasted = (0, 0) if run is None else samples_in(run, clocked["batches"])
+    note = "; ".join(filter(None, (ledger.problem, ledger.note, ledger.too_few)))
     return {
         "job": job_number() or 0,
         "overrides": list(hydra_cfg.overrides.task),
@@ -242,10 +245,16 @@ def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) 
         "scenario": hydra_cfg.runtime.choices.get("emulation"),
         **clocked,
         "samples": samples or None,
+        "wasted_samples": wasted if samples else None,
         "samples_per_s": samples / clocked["fit_s"] if samples else None,
+        "step_s": finite_or_none(ledger.step_s),
+        "waiting": finite_or_none(ledger.waited),
+        "waited_device_s": finite_or_none(ledger.total.idle_s),
+        "device_s": finite_or_none(ledger.total.total_s),
         "metric": {"name": cfg.metric.name, "mode": cfg.metric.mode, "value": metrics.get(cfg.metric.name)},
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-        "ranks": [] if run is None else [asdict(rank) for rank in summarise_ranks(run)],
+        "ranks": [asdict(rank) for rank in ledger.figures],
+        "note": note,
     }
 
 
@@ -261,7 +270,8 @@ def job_report(result: dict[str, Any]) -> str:
         f"\n{result['strategy']} on {result['scenario']}: "
         f"{result['steps']} steps in {result['fit_s']:.2f} s, {metric['name']} {value}"
     )
-    return f"{headline}\n{rank_table(result['ranks'])}" if result["ranks"] else headline
+    parts = [headline, rank_table(result["ranks"]) if result["ranks"] else "", result["note"]]
+    return "\n".join(filter(None, parts))
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

@@ -47,7 +47,7 @@ def settled(
         The policy, and after how many steps its shares stayed.
 
     Raises:
-        ValueError: these samples cannot be divided, e.g. fewer samples than ranks.
+        ValueError: these samples cannot be shared, e.g. there are fewer than ranks.
     """
     caps = caps or [batch] * len(costs)
     policy, since = BalancePolicy(), 0

@@ -162,15 +162,10 @@ class Controller:
 
     def _search(self, objective: Objective, best: Judged, ranks: tuple[int, ...]) -> Judged:
         return better_structure(
-            objective,
-            best,
-            rounds=_ROUNDS,
-            candidates=_CANDIDATES,
-            most_groups=self._forms.most_groups,
-            first=ranks,
-            remembered=[pipes for pipes in reversed(self._trials.remembered) if pipes != best.pipes],
+            objective, best, rounds=_ROUNDS, candidates=_CANDIDATES, most_groups=self._forms.most_groups,
+            first=ranks, remembered=[pipes for pipes in reversed(self._trials.remembered) if pipes != best.pipes],
             barred=lambda pipes: self._trials.barred(pipes, self._plans.seen),
-        )
+        )  # fmt: skip
 
     def _adopt(self, kind: DecisionKind, now: Judged | None, new: Judged, reason: str) -> Decision:
         old, bias, problem = self._plans.pipes, self._trials.bias, self._costs.problem
@@ -186,14 +181,9 @@ class Controller:
                 generation=self.generation, old=old, predicted_s=predicted_s, gain_s=gain_s, for_time=gain_s > 0.0
             )
         return self._decision(
-            reason,
-            kind=kind,
-            predicted_s=predicted_s,
-            gain_s=gain_s,
-            cost_gain=self._spending.saved(now, new),
-            moves=moves,
-            pause_s=new.pause_s if kind != "shares" else 0.0,
-        )
+            reason, kind=kind, predicted_s=predicted_s, gain_s=gain_s, cost_gain=self._spending.saved(now, new),
+            moves=moves, pause_s=new.pause_s if kind != "shares" else 0.0,
+        )  # fmt: skip
 
     def _decision(self, reason: str, *, kind: DecisionKind = "keep", **new: Any) -> Decision:
         return Decision(
@@ -214,13 +204,9 @@ class Controller:
 
     def _objective(self, present: Pipes) -> Objective:
         return Objective(
-            self._costs.problem,
-            self._spending,
-            present=present,
-            migration=self._costs.migration,
-            horizon=self.triggers.life(self._plans.seen),
-            known=self._costs.shared,
-        )
+            self._costs.problem, self._spending, present=present, migration=self._costs.migration,
+            horizon=self.triggers.life(self._plans.seen), known=self._costs.shared,
+        )  # fmt: skip
 
     # ---- checkpoint ----
 

@@ -36,16 +36,9 @@ class Forms:
     """
 
     def __init__(
-        self,
-        model: ModelCost,
-        cluster: Cluster,
-        plan: PipelinePlan,
-        *,
-        spans: Sequence[Span],
-        micro_batch_size: int | None,
-        max_groups: int | None,
-        depth: Literal["auto"] | DepthRule,
-    ) -> None:
+        self, model: ModelCost, cluster: Cluster, plan: PipelinePlan, *, spans: Sequence[Span],
+        micro_batch_size: int | None, max_groups: int | None, depth: Literal["auto"] | DepthRule,
+    ) -> None:  # fmt: skip
         self._layers = model
         self.model, self.bounds = join_layers(model, spans)
         self.sizes_bytes = [layer.state_bytes for layer in model.layers]

@@ -46,17 +46,10 @@ class LyapunovController(ControllerSettings):
     """
 
     def start(
-        self,
-        model: ModelCost,
-        cluster: Cluster,
-        plan: PipelinePlan,
-        *,
-        spans: Sequence[Span] = (),
-        micro_batch_size: int | None = None,
-        max_groups: int | None = None,
-        depth: Literal["auto"] | DepthRule = "auto",
-        planned_batches: int | None = None,
-    ) -> Controller:
+        self, model: ModelCost, cluster: Cluster, plan: PipelinePlan, *, spans: Sequence[Span] = (),
+        micro_batch_size: int | None = None, max_groups: int | None = None,
+        depth: Literal["auto"] | DepthRule = "auto", planned_batches: int | None = None,
+    ) -> Controller:  # fmt: skip
         """Returns a controller for a run that begins with ``plan``.
 
         Args:
@@ -69,13 +62,8 @@ class LyapunovController(ControllerSettings):
             ValueError: numbers by rank of another length than the cluster, or a plan that does not fit it.
         """
         forms = Forms(
-            model,
-            cluster,
-            plan,
-            spans=spans,
-            micro_batch_size=micro_batch_size,
-            max_groups=max_groups,
+            model, cluster, plan, spans=spans, micro_batch_size=micro_batch_size, max_groups=max_groups,
             depth=depth,
-        )
+        )  # fmt: skip
         spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)
         return Controller(self, cluster, plan, forms=forms, spending=spending)

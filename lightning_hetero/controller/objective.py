@@ -58,15 +58,9 @@ class Objective:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        spending: Spending,
-        *,
-        present: Sequence[Pipe],
-        migration: MigrationModel,
-        horizon: float,
-        known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
-    ) -> None:
+        self, problem: Problem, spending: Spending, *, present: Sequence[Pipe], migration: MigrationModel,
+        horizon: float, known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
+    ) -> None:  # fmt: skip
         self.problem, self.present = problem, tuple(present)
         self._spending, self._weights = spending, [weight for weight in spending.weights if weight.queue > 0.0]
         self._per_time = spending.v / spending.reference_s

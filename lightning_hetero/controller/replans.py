@@ -44,12 +44,9 @@ class Replan:
     def of(cls, decision: Decision, step: int) -> Replan:
         """Returns the record of a decision that holds, or is given up, after ``step`` batches."""
         return cls(
-            step=step,
-            kind=decision.kind,
-            reason=decision.reason,
-            generation=decision.generation,
+            step=step, kind=decision.kind, reason=decision.reason, generation=decision.generation,
             predicted_gain=decision.gain_s / (decision.predicted_s + decision.gain_s),
-        )
+        )  # fmt: skip
 
 
 class ReplanLog:

@@ -122,13 +122,10 @@ class Trials:
         self.present, measured_s = None, trial.measured_s
         late = measured_s > (1.0 + _MARGIN) * trial.predicted_s
         self._outcome = Outcome(
-            generation=trial.generation,
-            predicted_s=trial.predicted_s,
-            measured_s=measured_s,
-            predicted_gain_s=trial.gain_s,
-            realised_gain_s=old_s - measured_s,
+            generation=trial.generation, predicted_s=trial.predicted_s, measured_s=measured_s,
+            predicted_gain_s=trial.gain_s, realised_gain_s=old_s - measured_s,
             kept=not (trial.for_time and late and measured_s > old_s),
-        )
+        )  # fmt: skip
         return self._outcome
 
     def taken_outcome(self) -> Outcome | None:

@@ -130,15 +130,9 @@ class GlobalBatchSampler(EpochSampler):
     """
 
     def __init__(
-        self,
-        order: EpochOrder,
-        *,
-        split: Split,
-        rank: int,
-        least: int = 1,
-        costs: SampleCosts | None = None,
+        self, order: EpochOrder, *, split: Split, rank: int, least: int = 1, costs: SampleCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(order)
         self.rank = rank
         self.decision_s = 0.0

@@ -24,13 +24,9 @@ class SampleCosts:
     """
 
     def __init__(
-        self,
-        given: Sequence[float] | Callable[[Any], float],
-        *,
-        lower: Sequence[int],
-        upper: Sequence[int],
+        self, given: Sequence[float] | Callable[[Any], float], *, lower: Sequence[int], upper: Sequence[int],
         quantum: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._function = given if callable(given) else None
         self._costs = np.empty(0) if callable(given) else np.asarray(given, dtype=np.float64)
         _check(self._costs, range(len(self._costs)))

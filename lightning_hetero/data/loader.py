@@ -155,15 +155,10 @@ def base_sampler(loader: DataLoader) -> Any:
 
 
 def rebatched_loader(
-    loader: DataLoader,
-    sampler: GlobalBatchSampler,
-    *,
-    position: Callable[[], int],
-    restarts: Callable[[], bool] = lambda: False,
-    on_fetch: Callable[[Part], None],
-    looks_on: Callable[[object], int] = lambda _: 0,
-    counted: bool = True,
-) -> DataLoader:
+    loader: DataLoader, sampler: GlobalBatchSampler, *, position: Callable[[], int],
+    restarts: Callable[[], bool] = lambda: False, on_fetch: Callable[[Part], None],
+    looks_on: Callable[[object], int] = lambda _: 0, counted: bool = True,
+) -> DataLoader:  # fmt: skip
     """Returns a copy of ``loader`` that draws this rank's parts from ``sampler``.
 
     Args:

@@ -20,12 +20,7 @@ from lightning_hetero.data.layouts import WAY_OUT, Layout, parts_of
 
 
 def split_batch(
-    batch: Any,
-    sizes: Sequence[int],
-    layout: Layout | None,
-    *,
-    samples: int,
-    owner: object = None,
+    batch: Any, sizes: Sequence[int], layout: Layout | None, *, samples: int, owner: object = None
 ) -> list[Any]:
     """Returns one batch for each of ``sizes``, in the order of the samples; tensors are views.
 

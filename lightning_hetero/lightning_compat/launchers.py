@@ -69,13 +69,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """
 
     def __init__(
-        self,
-        cluster_environment: ClusterEnvironment,
-        num_processes: int,
-        num_nodes: int,
-        *,
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int, *,
         tolerates: Callable[[], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.tolerates = tolerates
         self.tolerated: set[int] = set()

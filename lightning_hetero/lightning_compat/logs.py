@@ -83,15 +83,9 @@ def size_of_batch(trainer: Trainer, *, required: bool, batch: Any = None) -> int
 
 
 def log_again(
-    trainer: Trainer,
-    fx: str,
-    name: str,
-    value: Tensor | Metric,
-    *,
-    batch_size: int,
-    step_value: Tensor | None = None,
-    **options: Any,
-) -> None:
+    trainer: Trainer, fx: str, name: str, value: Tensor | Metric, *, batch_size: int,
+    step_value: Tensor | None = None, **options: Any,
+) -> None:  # fmt: skip
     """Logs a value that is equal on all ranks, as ``self.log`` would in hook ``fx``, past its checks.
 
     What was accumulated is taken for synchronised, so that an epoch's end neither communicates nor recommends to.
@@ -124,12 +118,9 @@ def _as_it_is(value: Tensor, *, reduce_op: Any = None, group: Any = None) -> Ten
 
 
 def combine_metric_with(
-    metric: Metric,
-    gather: Callable[[Any], Sequence[Any]],
-    *,
-    inside: Callable[[], bool],
+    metric: Metric, gather: Callable[[Any], Sequence[Any]], *, inside: Callable[[], bool],
     computed: Callable[[Metric], object],
-) -> Callable[[], None]:
+) -> Callable[[], None]:  # fmt: skip
     """Lets a metric's ``compute`` combine the states of those ranks that have updated it; returns the undo function.
 
     torchmetrics takes every rank of the group for one with data. From one without, a list of rows of scores comes as an

@@ -85,12 +85,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         with questions:
             with answers:
                 processes: Any = mp.start_processes(
-                    self._run_rank,
-                    args=(answers, *given),
-                    nprocs=self._strategy.num_processes,
-                    start_method=self._start_method,
-                    join=False,
-                )
+                    self._run_rank, args=(answers, *given), nprocs=self._strategy.num_processes,
+                    start_method=self._start_method, join=False,
+                )  # fmt: skip
             self.procs = processes.processes
             self._join(processes, questions)
         if results.empty():

@@ -43,13 +43,9 @@ def read_host() -> Reading:
     total_s = math.fsum(v for t in times for name, v in zip(t._fields, t, strict=True) if name not in _IN_OTHERS)
     memory = psutil.virtual_memory()
     return Reading(
-        at_s=time.perf_counter(),
-        cpus=cpus,
-        idle_s=idle_s,
-        total_s=total_s,
-        own_s=time.process_time(),
+        at_s=time.perf_counter(), cpus=cpus, idle_s=idle_s, total_s=total_s, own_s=time.process_time(),
         free_mem=memory.available / memory.total,
-    )
+    )  # fmt: skip
 
 
 class HostLoad:

@@ -56,13 +56,9 @@ class _Facts(NamedTuple):
 
 
 def probe_cluster(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    direct: str = "",
-    communicators: int = 0,
+    group: dist.ProcessGroup, device: torch.device, *, direct: str = "", communicators: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> Cluster:
+) -> Cluster:  # fmt: skip
     """Returns the same description of the group's devices and links on every rank. Collective; blocks.
 
     With NCCL the first message between two ranks makes their communicator, which takes far longer than the measurement;

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from lightning_hetero.record.run import RecordedRun, RunStep
+from lightning_hetero.record.run import RecordedRun, RunStep, named
 from lightning_hetero.types import SpeedSample
 
 STEADY = 160  # steps
@@ -304,6 +304,17 @@ class Tally:
             recent=tuple(step for _, step, _ in recent),
             steady_s=tuple([s.step_s for s in steps] if run is None or meets else run.taken_s(steps)), **more,
         )  # fmt: skip
+
+
+def samples_in(run: RecordedRun, batches: int) -> tuple[int, int]:
+    """Returns the samples that a fit of so many global batches has trained on, and those that were wasted.
+
+    A trace need not hold every step, so it is the mean global batch times the batches. 0: not known.
+    """
+    if run.missing or not run.steps:
+        return 0, 0
+    wasted = round(math.fsum(named(run.counts.get("discarded")).values()))
+    return round(fmean(step.samples for step in run.steps) * batches) - wasted, wasted
 
 
 def ledger_of(run: RecordedRun) -> Ledger:

@@ -8,12 +8,12 @@ separately. On a GPU what is between steps is given for all ranks together, beca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, median_low
 
-from lightning_hetero.record.ledger import Spent, spent_in, total_of
+from lightning_hetero.record.ledger import Spent, ledger_of, spent_in, total_of
 from lightning_hetero.record.run import RecordedRun, RunStep, Turn
 
 HOT = 1.15  # times what it is compared with, from which on a rank is slow
@@ -55,10 +55,11 @@ class StepStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStages:
-    """The ranks' times in a step, means over so many ``steps``."""
+    """The ranks' times in a step, means over so many ``steps``; ``parts``: of the ledger, by kind of stage."""
 
     stages: tuple[StepStage, ...]
     steps: int
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def step_s(self) -> float:
@@ -67,8 +68,9 @@ class StepStages:
         return of_known(median, [math.fsum(_known(row)) if _known(row) else math.nan for row in rows])
 
     def part(self, stage: StepStage) -> float:
-        """Returns a stage's part of a step, by the ranks' median."""
-        return stage.median_s / self.step_s if self.step_s > 0.0 else 0.0
+        """Returns a stage's part of all ranks' time in steps; *between* steps, of that and what is between."""
+        every = math.fsum(_known(value for one in self.stages for value in one.seconds))
+        return self.parts.get(stage.kind, math.fsum(_known(stage.seconds)) / every if every > 0.0 else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,9 @@ def step_stages_of(run: RecordedRun, planned_s: Sequence[float] = (), since: int
     )
     all_s = StepStages(stages=stages, steps=len(steps)).step_s
     shown = [s for s in stages if s.kind == "work" or max(_known(s.seconds), default=0.0) > _SHOWN * all_s]
-    return StepStages(stages=tuple(shown), steps=len(steps))
+    ledger = ledger_of(run)
+    parts = {"work": 1.0 - ledger.idle, "exchange": ledger.exchange, "waiting": ledger.waited}
+    return StepStages(stages=tuple(shown), steps=len(steps), parts={} if ledger.problem else parts)
 
 
 def _works(run: RecordedRun, turn: Turn) -> bool:

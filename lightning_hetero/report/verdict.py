@@ -93,8 +93,8 @@ def verdict_of(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Al
     texts = (said, _next_step(run, ledger, scores, what), "" if what is None else others_text(what), note)
     level = "good" if ledger.waited < _LITTLE else "fair" if ledger.waited < 0.2 else "poor"
     gain = _gain(run, what)
-    if run.engine != "ddp" and not math.isnan(gain):
-        level = "good" if gain >= _GAIN else "fair" if gain > 1.0 - _ALIKE else "poor"
+    if run.engine in _ENGINES and what is not None and "ddp" in what.engines:  # which NaN cannot hold the model
+        level = "poor" if gain <= 1.0 - _ALIKE else "fair" if gain < _GAIN else "good"
     return Verdict(headline=words, said=tuple(filter(None, texts)), level=level)
 
 

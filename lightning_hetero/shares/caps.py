@@ -122,14 +122,9 @@ class MemoryCap:
 
 
 def held_bounds(
-    lower: Sequence[int],
-    upper: Sequence[int],
-    most: Sequence[int | None],
-    *,
-    total: int,
-    quantum: int = 1,
+    lower: Sequence[int], upper: Sequence[int], most: Sequence[int | None], *, total: int, quantum: int = 1,
     least: int = 1,
-) -> tuple[list[int], list[int], bool]:
+) -> tuple[list[int], list[int], bool]:  # fmt: skip
     """Returns the bounds of a split that no rank's memory is too small for, and whether there is one.
 
     If the ranks together hold less than ``total``, each gets more in proportion to what it holds, and computes its
@@ -209,13 +204,9 @@ class ShareLimits:
         """Returns the split for ranks that are equally fast."""
         cost = AffineCost(fixed_s=0.0, per_sample_s=1.0)
         return minimax_none_or_least(
-            [cost] * len(self.lower),
-            self.total // self.quantum * self.quantum,
-            least=self.least,
-            lower=self.lower,
-            upper=self.upper,
-            quantum=self.quantum,
-        )
+            [cost] * len(self.lower), self.total // self.quantum * self.quantum, least=self.least,
+            lower=self.lower, upper=self.upper, quantum=self.quantum,
+        )  # fmt: skip
 
     def known(self) -> list[int | None]:
         """Returns what ranks are known to hold, without what they would try next."""

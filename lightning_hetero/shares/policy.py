@@ -58,26 +58,14 @@ class BalancePolicy:
     """
 
     def __init__(
-        self,
-        *,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
-        min_gain_s: float = 0.0005,
-        noise_guard: float = 4.0,
-        cooldown: int = 0,
-        warmup: int = 1,
-        surprise: float = 0.1,
-        guard: bool = True,
-    ) -> None:
+        self, *, predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
+        min_gain_s: float = 0.0005, noise_guard: float = 4.0, cooldown: int = 0, warmup: int = 1,
+        surprise: float = 0.1, guard: bool = True,
+    ) -> None:  # fmt: skip
         self.thresholds = Thresholds(
-            dead_band=dead_band,
-            min_gain_s=min_gain_s,
-            noise_guard=noise_guard,
-            cooldown=cooldown,
-            warmup=warmup,
-            surprise=surprise,
-            guard=guard,
-        )
+            dead_band=dead_band, min_gain_s=min_gain_s, noise_guard=noise_guard, cooldown=cooldown, warmup=warmup,
+            surprise=surprise, guard=guard,
+        )  # fmt: skip
         self.prototype = by_name(predictor) if isinstance(predictor, str) else predictor
         if not callable(getattr(self.prototype, "fresh", None)):
             raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
@@ -342,13 +330,10 @@ class BalancePolicy:
     def _best(self, upper: Sequence[int] | None = None) -> Allocation:
         upper = self.limits.upper if upper is None else upper
         return minimax_none_or_least(
-            [p.cost() for p in self._predictors],
-            self.limits.total,
-            least=self.limits.least,
-            lower=[min(a, b) for a, b in zip(self.limits.lower, upper, strict=True)],
-            upper=upper,
+            [p.cost() for p in self._predictors], self.limits.total, least=self.limits.least,
+            lower=[min(a, b) for a, b in zip(self.limits.lower, upper, strict=True)], upper=upper,
             quantum=self.limits.quantum,
-        )
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: predictors, shares, records seen, what ranks can hold, the guard's account."""

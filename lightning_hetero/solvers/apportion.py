@@ -14,12 +14,9 @@ from lightning_hetero.types import Allocation, Status
 
 
 def apportion(
-    weights: Sequence[float],
-    total: int,
-    *,
-    lower: int | Sequence[int] = 0,
+    weights: Sequence[float], total: int, *, lower: int | Sequence[int] = 0,
     upper: int | Sequence[int] | None = None,
-) -> Allocation:
+) -> Allocation:  # fmt: skip
     """Splits ``total`` samples over n ranks in proportion to ``weights``, inside bounds.
 
     The *bounded quota* of rank i is ``q_i = min(max(z * w_i, lower_i), upper_i)``, with the one z for which

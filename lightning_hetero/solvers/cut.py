@@ -8,12 +8,7 @@ from itertools import accumulate
 
 
 def cut_by_cost(
-    costs: Sequence[float],
-    shares: Sequence[int],
-    *,
-    lower: Sequence[int],
-    upper: Sequence[int],
-    quantum: int = 1,
+    costs: Sequence[float], shares: Sequence[int], *, lower: Sequence[int], upper: Sequence[int], quantum: int = 1
 ) -> tuple[int, ...]:
     """Returns samples per part; the content stays in its order, so that every rank makes the same cuts.
 

@@ -42,13 +42,9 @@ _ENDLESS = 0x7FF0000000000000  # the place of infinity among the floats
 
 
 def minimax(
-    costs: Sequence[Cost],
-    total: int,
-    *,
-    lower: int | Sequence[int] = 0,
-    upper: int | Sequence[int] | None = None,
+    costs: Sequence[Cost], total: int, *, lower: int | Sequence[int] = 0, upper: int | Sequence[int] | None = None,
     quantum: int = 1,
-) -> Allocation:
+) -> Allocation:  # fmt: skip
     """Splits ``total`` samples so that the slowest rank finishes as early as possible.
 
     Solves  min_x max_i T_i(x_i),  sum x_i = N,  lower_i <= x_i <= upper_i,  x_i a multiple of ``quantum``.

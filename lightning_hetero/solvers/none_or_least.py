@@ -24,14 +24,9 @@ Ints: TypeAlias = Sequence[int]
 
 
 def minimax_none_or_least(
-    costs: Sequence[Cost],
-    total: int,
-    *,
-    least: int,
-    lower: int | Sequence[int] = 0,
-    upper: int | Sequence[int] | None = None,
-    quantum: int = 1,
-) -> Allocation:
+    costs: Sequence[Cost], total: int, *, least: int, lower: int | Sequence[int] = 0,
+    upper: int | Sequence[int] | None = None, quantum: int = 1,
+) -> Allocation:  # fmt: skip
     """Splits ``total`` samples as `minimax` does, but a rank gets none of them or at least ``least``.
 
     Exact in the same sense. A rank without samples counts with ``costs[i].seconds(0)``, as in `minimax`.

@@ -104,10 +104,6 @@ def _group(at: str, plain: Any) -> GroupPlan:
     depths = given.get("depths") or (len(sizes) if len(ranks) > 1 else 1,) * len(ranks)
     total_s = given.get("total_s")
     return GroupPlan(
-        ranks=ranks,
-        cuts=cuts,
-        samples=sum(sizes),
-        micro_batches=sizes,
-        depths=tuple(int(n) for n in depths),
+        ranks=ranks, cuts=cuts, samples=sum(sizes), micro_batches=sizes, depths=tuple(int(n) for n in depths),
         total_s=math.nan if total_s is None else float(total_s),
-    )
+    )  # fmt: skip

@@ -43,11 +43,9 @@ def joined(layers: Sequence[LayerCost]) -> LayerCost:
         return AffineCost(fixed_s=sum(c.fixed_s for c in costs), per_sample_s=sum(c.per_sample_s for c in costs))
 
     return LayerCost(
-        name=f"{layers[0].name}..{layers[-1].name}",
-        forward=added([layer.forward for layer in layers]),
+        name=f"{layers[0].name}..{layers[-1].name}", forward=added([layer.forward for layer in layers]),
         backward=added([layer.backward for layer in layers]),
         param_bytes=sum(layer.param_bytes for layer in layers),
         state_bytes=sum(layer.state_bytes for layer in layers),
-        activation_bytes=sum(layer.activation_bytes for layer in layers),
-        output_bytes=layers[-1].output_bytes,
-    )
+        activation_bytes=sum(layer.activation_bytes for layer in layers), output_bytes=layers[-1].output_bytes,
+    )  # fmt: skip

@@ -158,11 +158,9 @@ class FailureBoard:
         """Looks here once a second from now on, in a thread, until this rank leaves; idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_look_on,
-                args=(weakref.ref(self), self._over, min(LOOK_S, self._patience_s / 3)),
-                name="failure-board",
-                daemon=True,
-            )
+                target=_look_on, args=(weakref.ref(self), self._over, min(LOOK_S, self._patience_s / 3)),
+                name="failure-board", daemon=True,
+            )  # fmt: skip
             self._thread.start()
 
     def check(self) -> None:

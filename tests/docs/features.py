@@ -34,7 +34,7 @@ enable_autolog_hparams: `enable_autolog_hparams`, `save_hyperparameters()`
 callbacks: `callbacks`: custom subclasses of `Callback`
 logger: `logger`: a custom or third-party `Logger` (`WandbLogger`, `MLFlowLogger`, `CometLogger`, `LitLogger`) is
   given the same values
-profiler: `profiler`: `SimpleProfiler`, `AdvancedProfiler`
+profiler: `profiler`: `SimpleProfiler`, `AdvancedProfiler`, `PyTorchProfiler`
 
 # Arguments of DDPStrategy
 find_unused_parameters: `find_unused_parameters=True`, for parameters that not every loss uses
@@ -169,7 +169,6 @@ one_device: everything that DDP takes on one device, such as LBFGS, iterable dat
 
 ELSEWHERE = {
     "model_registry": "uploads checkpoints to Lightning's own service, whatever the strategy",
-    "PyTorchProfiler": "not tried under all engines yet",
     "XLAProfiler": "of TPUs",
     "PassThroughProfiler": "does nothing",
     "Profiler": "the base of the others",

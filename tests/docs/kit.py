@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning.pytorch.strategies import DDPStrategy
+
 from lightning_hetero import (
     AutoStrategy,
     BoundedStalenessStrategy,
@@ -63,16 +65,16 @@ class Engine(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its own and those that all engines share; bases hand on the rest as ``**ddp``."""
-        bases = self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1]
+        """Its own, those that all engines share, and `DDPStrategy`'s, which bases hand on as ``**ddp``."""
+        bases = [*self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1], DDPStrategy]
         named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
         return {name: parameter for name, parameter in named.items() if name not in ("self", "ddp")}
 
 
 ENGINES = [
-    Engine(LoadBalancedStrategy, REFERENCE / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
-    Engine(BoundedStalenessStrategy, REFERENCE / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
-    Engine(HeteroPipelineStrategy, REFERENCE / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
-    Engine(AutoStrategy, REFERENCE / "auto.md", ROOT / "conf/strategy/hetero_auto.yaml"),
-    Engine(FederatedStrategy, REFERENCE / "federated.md", ROOT / "conf/strategy/hetero_federated.yaml"),
+    Engine(LoadBalancedStrategy, REFERENCE / "balanced.md", ROOT / "conf/hetero/strategy/hetero_balanced.yaml"),
+    Engine(BoundedStalenessStrategy, REFERENCE / "stale.md", ROOT / "conf/hetero/strategy/hetero_stale.yaml"),
+    Engine(HeteroPipelineStrategy, REFERENCE / "pipeline.md", ROOT / "conf/hetero/strategy/hetero_pipeline.yaml"),
+    Engine(AutoStrategy, REFERENCE / "auto.md", ROOT / "conf/hetero/strategy/hetero_auto.yaml"),
+    Engine(FederatedStrategy, REFERENCE / "federated.md", ROOT / "conf/hetero/strategy/hetero_federated.yaml"),
 ]

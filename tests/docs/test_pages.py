@@ -1,14 +1,17 @@
 """Pages: their code runs; every path, name and link exists; those for first readers are short.
 
 Every Python block stands after one of two lines. ``<!-- run -->``: it is executed, alone and in an empty folder, so it
-must be complete and quick (one device, or pure). ``<!-- not run: why -->``: it is compiled only.
+must be complete and quick; one that trains on several devices does so in that many ranks, and prints something.
+``<!-- not run: why -->``: it is compiled only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -28,7 +31,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.cli.summary import comparison_table
 from lightning_hetero.cli.train import check_groups
-from tests.docs.kit import PAGES, REFERENCE, ROOT, THEORY
+from tests.docs.kit import DOCS, PAGES, REFERENCE, ROOT, THEORY
+from tests.ranks.harness import run_ranks
 
 FOLDERS = "benchmarks|conf|docs|examples|lightning_hetero|scripts|tests"
 FENCE = re.compile(
@@ -89,11 +93,37 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
 
 
+def execute(block: Block) -> None:
+    exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), {"__name__": "__main__"})
+
+
+def devices_of(block: Block) -> int:
+    found = re.search(r"^[^#\n]*\bdevices=(\d+)", block.code, flags=re.M) if "trainer.fit(" in block.code else None
+    return int(found[1]) if found else 1
+
+
+def printed(rank: int, world_size: int, block: Block) -> str:
+    """Runs a block as one of the ranks that Lightning would have started for it."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as screen:
+        patch.setenv("LOCAL_RANK", str(rank))
+        execute(block)
+    return screen.getvalue()
+
+
 @pytest.mark.usefixtures("fits")
 @pytest.mark.parametrize("block", MARKED, ids=str)
 def test_marked_python_runs(block: Block) -> None:
-    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
-    exec(code, {"__name__": "__main__"})
+    if (devices := devices_of(block)) > 1:
+        first, *others = run_ranks(devices, printed, block)
+        assert first.strip() and not any(others)
+    else:
+        execute(block)
+
+
+@pytest.mark.parametrize("page", ["start", "reference/balanced", "reference/stale", "reference/pipeline"])
+def test_what_first_pages_offer_to_paste_runs_on_several_devices(page: str) -> None:
+    trained = [block for block in MARKED if block.page == DOCS / f"{page}.md" and "trainer.fit(" in block.code]
+    assert trained and all(devices_of(block) > 1 and "sklearn" not in block.code for block in trained)
 
 
 def test_every_python_block_has_a_mark_and_every_mark_a_block() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from tests import warm
@@ -56,7 +57,8 @@ def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert [rank["share"] for rank in result["ranks"]] == [0.5, 0.5]
     page = (tmp_path / directory / "report.html").read_text()
-    assert "You waited" in page and "device-seconds" in page and f"<title>{Path(directory).name}</title>" in page
+    assert "Ranks waited for" in page and "device-seconds" in page and "<title>stock DDP</title>" in page
+    assert "val_loss at the end: " in page and f"torch {torch.__version__}" in page and "_target_: " in page
     assert {"timeline", "spent", "what-if", "scores"} <= set(re.findall(r'<section id="([\w-]+)"', page))
     assert json.loads((tmp_path / directory / "perfetto.json").read_text())["traceEvents"]
     assert f"report: {tmp_path / directory / 'report.html'}" in done.stdout

@@ -91,7 +91,7 @@ def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -
 def test_a_hydra_app_of_somebody_else() -> None:
     by_name = run("02_hydra_app/app.py", "trainer=ddp", "trainer.strategy=hetero_balanced", cold=True)
     assert "LoadBalancedStrategy: val_acc" in by_name
-    node = ("+strategy@trainer.strategy=hetero_balanced", "trainer.strategy.predictor=ewma")
+    node = ("+hetero/strategy@trainer.strategy=hetero_balanced", "trainer.strategy.predictor=ewma")
     assert "LoadBalancedStrategy: val_acc" in run("02_hydra_app/app.py", "trainer=ddp", *node)
 
 

@@ -1,4 +1,4 @@
-"""What is installed works: wheel and checkout both show our config groups to any Hydra app.
+"""What is installed works: wheel and checkout both show our config groups to any Hydra app and change none of its.
 
 Nothing is downloaded: the wheel is built by hatchling in this interpreter and unpacked into a folder, which
 stands on the search path of fresh interpreters, the checkout hidden.
@@ -7,6 +7,7 @@ stands on the search path of fresh interpreters, the checkout hidden.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from lightning_hetero import __version__
 
@@ -28,11 +30,12 @@ BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(
 # No site directory: neither an editable install's .pth nor a checkout on the path can help the wheel.
 ISOLATED = """
 import sys
-sys.path[:0] = [{folders}]
-sys.path[:] = [p for p in sys.path if p and p not in {hidden!r}]
+from os.path import isdir
+sys.path[:0] = {kept!r}
+sys.path[:] = [p for p in sys.path if p in {kept!r} or p and not any(isdir(p + f) for f in {ours!r})]
 """
 
-GROUPS = ("strategy", "cluster", "controller", "emulation")  # what other apps are offered
+GROUPS = tuple(f"hetero/{name}" for name in ("strategy", "cluster", "controller", "emulation"))  # for other apps
 
 STRANGER = """
 import hydra
@@ -65,6 +68,29 @@ def main(cfg: DictConfig) -> None:
 main()
 """
 
+# Somebody else's app, run with each line of arguments; how each ended is told.
+ROBOT = """
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+@hydra.main(config_path="my_conf", config_name="main", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
+
+for line in list(sys.argv[1:]):
+    sys.argv[1:] = line.split()
+    try:
+        code = main() or 0
+    except SystemExit as end:
+        code = end.code
+    print(f"@@{line}@@{code}", flush=True)
+"""
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
 
 def python(folder: Path, script: str, *arguments: str, paths: tuple[Path, ...]) -> str:
     """Returns what a script prints that must end well, see `start`."""
@@ -78,10 +104,9 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``script`` in ``folder`` in a fresh interpreter with ``paths`` first and the checkout hidden."""
     file = folder / "app.py"
-    hidden = [str(ROOT), str(ROOT / "lightning_hetero" / "_hydra")]
-    hidden = [path for path in hidden if path not in map(str, paths)]
-    folders = ", ".join(repr(str(path)) for path in paths)
-    file.write_text(ISOLATED.format(folders=folders, hidden=hidden) + script)
+    kept = [str(path) for path in paths]
+    ours = ["/lightning_hetero", "/hydra_plugins/lightning_hetero"]
+    file.write_text(ISOLATED.format(kept=kept, ours=ours) + script)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [sys.executable, str(file), *arguments],
@@ -119,8 +144,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stranger(tmp_path: Path) -> Path:
     """Somebody else's Hydra app, which names our strategy group in its defaults."""
-    (tmp_path / "my_conf").mkdir()
-    (tmp_path / "my_conf" / "main.yaml").write_text("defaults:\n  - _self_\n  - strategy: hetero_balanced\n")
+    write(tmp_path / "my_conf" / "main.yaml", "defaults: [_self_, {hetero/strategy@strategy: hetero_balanced}]\n")
     return tmp_path
 
 
@@ -137,7 +161,7 @@ def test_the_wheel_contains_every_config_the_plugin_the_licence_and_the_commands
     own = ROOT / "lightning_hetero" / "cli" / "conf"
     configs |= {path.relative_to(ROOT).as_posix() for path in own.rglob("*.yaml")}
     assert "lightning_hetero/cli/conf/train.yaml" in configs and configs <= names
-    plugin = {"hydra_plugins/lightning_hetero/__init__.py", "hydra_plugins/lightning_hetero/search_path.py"}
+    plugin = {f"hydra_plugins/lightning_hetero/{name}.py" for name in ("__init__", "search_path", "old_names")}
     assert plugin <= names
     assert {"lightning_hetero/conf/__init__.py", "lightning_hetero/py.typed"} <= names
     assert "hydra_plugins/__init__.py" not in names
@@ -169,13 +193,13 @@ def test_a_strangers_app_finds_our_strategy_by_name(
     assert "_target_: lightning_hetero." in printed
     assert "LoadBalancedStrategy" in printed
     assert "imported ours: False imported torch: False" in printed  # the plugin costs a stranger nothing
-    overridden = python(stranger, STRANGER, "strategy=ddp", paths=paths)
+    overridden = python(stranger, STRANGER, "hetero/strategy@strategy=ddp", paths=paths)
     assert "LoadBalancedStrategy" not in overridden and "DDPStrategy" in overridden
 
 
 def test_a_strangers_own_file_wins(stranger: Path, installed: Path) -> None:
-    own = stranger / "my_conf" / "strategy"
-    own.mkdir()
+    own = stranger / "my_conf" / "hetero" / "strategy"
+    own.mkdir(parents=True)
     (own / "hetero_balanced.yaml").write_text("mine: true\n")
     printed = python(stranger, STRANGER, paths=(installed,))
     assert printed.startswith("mine: true")
@@ -185,9 +209,64 @@ def test_a_strangers_app_is_offered_our_four_groups_and_nothing_else(stranger: P
     printed = python(stranger, STRANGER, "--help", paths=(installed,))
     listed = printed.partition("== Configuration groups ==")[2].partition("== Config ==")[0]
     assert {line.split(":")[0] for line in listed.splitlines() if ": " in line} == set(GROUPS)
-    assert {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} == {*GROUPS}
+    assert {f"hetero/{path.name}" for path in (ROOT / "conf" / "hetero").iterdir() if path.is_dir()} == {*GROUPS}
     done = start(stranger, STRANGER, "--config-name=train", paths=(installed,))  # a file that the app has forgotten
     assert done.returncode != 0 and "Cannot find primary config 'train'" in done.stderr
+
+
+def ends(folder: Path, *lines: str, paths: tuple[Path, ...], before: str = "") -> dict[str, tuple[str, str]]:
+    """Returns for each line of arguments what `ROBOT` printed, errors and warnings included, and its exit code."""
+    printed = python(folder, f"import sys; sys.stderr = sys.stdout\n{before}\n{ROBOT}", *lines, paths=paths)
+    parts = re.split(r"^@@(.*)@@(.*)\n", printed, flags=re.M)
+    return {line: (text, code) for text, line, code in zip(parts[0::3], parts[1::3], parts[2::3], strict=False)}
+
+
+def test_an_app_with_groups_of_these_names_is_as_without_us(tmp_path: Path, installed: Path) -> None:
+    """Wherever it has them: beside its main file, on a search path of its own, in Hydra's store."""
+    for file in ("my_conf/controller/pid", "my_conf/cluster/lab", "more/strategy/greedy"):
+        write(tmp_path / f"{file}.yaml", "gain: 1\n")
+    store = "from hydra.core.config_store import ConfigStore\nConfigStore.instance().store("
+    store += "'storm', {'wind': 1}, 'emulation')"
+    defaults = "[_self_, {controller: pid}, {cluster: lab}, {strategy: greedy}, {emulation: storm}]"
+    searched = f"hydra: {{searchpath: ['file://{tmp_path / 'more'}']}}"
+    write(tmp_path / "my_conf" / "main.yaml", f"defaults: {defaults}\n{searched}\n")
+    good = ["--help", "controller=pid"]
+    bad = ["strategy=ddp", "emulation=none", "+cluster=islands", "+strategy@trainer.strategy=hetero_balanced"]
+    bad += [f"controller={option}" for option in ("none", "auto", "lyapunov")]
+    without, with_us = (ends(tmp_path, *good, *bad, paths=paths, before=store) for paths in ((), (installed,)))
+    assert {line: code for line, (_, code) in without.items()} == dict.fromkeys(good, "0") | dict.fromkeys(bad, "1")
+    for line, (text, code) in with_us.items():
+        kept = [row for row in text.splitlines() if "lightning-hetero" not in row and not row.startswith("hetero/")]
+        assert (kept, code) == (without[line][0].splitlines(), without[line][1])
+
+
+def test_the_groups_old_names_work_with_a_warning_that_prints_the_new_ones(tmp_path: Path, installed: Path) -> None:
+    write(tmp_path / "my_conf" / "main.yaml", "strategy: auto\ntrainer: {strategy: ddp}\n")
+    choice = "strategy@trainer.strategy: hetero_balanced"
+    for name, group in (("old", "/"), ("new", "/hetero/")):
+        header = f"# @package _global_\ndefaults: [{group}{choice}]\n"
+        write(tmp_path / "my_conf" / "experiment" / f"{name}.yaml", header)
+    pairs = {
+        "+strategy@trainer.strategy=hetero_pipeline +cluster=islands +controller=none":
+        "+hetero/strategy@trainer.strategy=hetero_pipeline +hetero/cluster=islands +hetero/controller=none",
+        "+emulation@a.b=one_straggler +a.b._target_=lightning_hetero.ThrottleCallback":
+        "+hetero/emulation@a.b=one_straggler",
+        "+experiment=old": "+experiment=new",
+    }  # fmt: skip
+    values = ["strategy=ddp", "++strategy=hetero_balanced"]
+    ended = ends(tmp_path, *pairs, *pairs.values(), *values, paths=(installed,))
+    assert {code for _, code in ended.values()} == {"0"}
+    for old, new in pairs.items():
+        rows = ended[old][0].splitlines()
+        warned = [row for row in rows if "FutureWarning: lightning-hetero: " in row]
+        composed = "\n".join(row for row in rows if row not in warned and "warnings.warn(" not in row)
+        assert OmegaConf.create(composed) == OmegaConf.create(ended[new][0])
+        expected = ["hetero/strategy: hetero_balanced"] if old == "+experiment=old" else new.split()
+        assert len(warned) == len(expected)
+        assert all(any(f" is now {override}" in row for row in warned) for override in expected)
+    for line in values:
+        printed = ended[line][0]
+        assert f"\nstrategy: {line.partition('=')[2]}\n" in f"\n{printed}" and "Warning" not in printed
 
 
 def test_an_app_that_has_imported_lightning_may_name_our_strategies(stranger: Path, installed: Path) -> None:

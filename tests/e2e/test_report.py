@@ -40,10 +40,14 @@ for (const [name, text] of Object.entries(pages)) {
       const box = text.getBoundingClientRect(), around = text.closest("svg").getBoundingClientRect();
       return box.left >= around.left - 2 && box.right <= around.right + 2;
     });
+    const boxes = (svg) => [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+    const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+    const pairs = (all) => all.flatMap((a, i) => all.slice(i + 1).filter((b) => meet(a, b)));
+    const overlaps = drawings.map((svg) => pairs(boxes(svg)));
     found[name] = {
       width: root.clientWidth, needed: root.scrollWidth, drawings: drawings.length,
       drawn: drawings.filter(drawn).length, sections: page.querySelectorAll("section").length,
-      smallest: Math.min(...letters), inside: inside,
+      smallest: Math.min(...letters), inside: inside, overlaps: overlaps.flat().length,
       paper: getComputedStyle(page.body).backgroundColor, ink: getComputedStyle(page.body).color,
     };
     document.getElementById("out").textContent = JSON.stringify(found);
@@ -83,7 +87,7 @@ def test_every_page_loads_draws_and_fits_a_phone(tmp_path: Path, dark: bool) -> 
     for name, page in found.items():
         assert page["needed"] <= page["width"] == PHONE, (name, page)
         assert page["drawn"] == page["drawings"], (name, page)
-        assert page["inside"], (name, page)
+        assert page["inside"] and not page["overlaps"], (name, page)
         if shown := SHOWN.get(name):
             assert page["drawings"] >= len(shown) and page["smallest"] > 8.0, (name, page)
         paper, ink = (sum(map(int, re.findall(r"\d+", page[what])[:3])) for what in ("paper", "ink"))

@@ -24,7 +24,7 @@ from lightning_hetero.predictors import Curve
 from lightning_hetero.stale.decide.policy import Asp, Flexible, Saps, Ssp
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFERED = ROOT / "conf"  # what every Hydra app finds
+OFFERED = ROOT / "conf" / "hetero"  # what every Hydra app finds
 CONF = ROOT / "lightning_hetero" / "cli" / "conf"  # the command's own
 FILES = sorted([*OFFERED.rglob("*.yaml"), *CONF.rglob("*.yaml")])
 # Given by the command line, not by YAML.
@@ -238,8 +238,8 @@ def of_example(*overrides: str) -> DictConfig:
 def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str, name: str) -> None:
     at = "trainer.strategy"
     balanced = [f"{at}.min_samples=[2,2,2,2]", f"{at}.predictor=ewma"]
-    more = {"hetero_balanced": balanced, "hetero_pipeline": ["+cluster=islands"]}.get(name, [])
-    cfg = of_example(f"trainer={trainer}", "trainer.devices=4", f"+strategy@{at}={name}", *more)
+    more = {"hetero_balanced": balanced, "hetero_pipeline": ["+hetero/cluster=islands"]}.get(name, [])
+    cfg = of_example(f"trainer={trainer}", "trainer.devices=4", f"+hetero/strategy@{at}={name}", *more)
     trainer_of = instantiate(cfg.trainer, callbacks=[], logger=False)
     strategy = trainer_of.strategy
     assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 4
@@ -250,9 +250,7 @@ def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str
 
 
 def test_an_app_that_builds_callbacks_by_name_takes_an_emulation() -> None:
-    where = "callbacks.throttle"
-    target = f"+{where}._target_=lightning_hetero.ThrottleCallback"
-    cfg = of_example("trainer=ddp", f"+emulation@{where}=one_straggler", target)
+    cfg = of_example("trainer=ddp", "+hetero/emulation@callbacks.throttle=one_straggler")
     callback = instantiate(cfg.callbacks.throttle)
     assert isinstance(callback, ThrottleCallback) and callback.scenario.speed(0, 0) == 0.25
 

@@ -278,16 +278,11 @@ class ShareController:
         same = [m for m in self._local if m.samples == latest]
         n = max(1, len(same))
         return Row(
-            epoch=float(epoch),
-            step=float(step),
-            samples=float(latest),
-            compute_s=math.fsum(m.compute_s for m in same) / n,
-            wait_s=math.fsum(m.wait_s for m in same) / n,
+            epoch=float(epoch), step=float(step), samples=float(latest),
+            compute_s=math.fsum(m.compute_s for m in same) / n, wait_s=math.fsum(m.wait_s for m in same) / n,
             digest=float(shares_digest(epoch, step, (*self._decided[epoch, step][0], *ran))),
-            batches=float(max(1, len(self._local))),
-            work=math.fsum(m.work for m in same) / n,
-            **told,
-        )
+            batches=float(max(1, len(self._local))), work=math.fsum(m.work for m in same) / n, **told,
+        )  # fmt: skip
 
     def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]]) -> None:
         """Notes an exchange under way; ``wait()`` returns every rank's row."""

@@ -144,14 +144,10 @@ class Admission:
         if speaks:
             store = self._store.reached()
             invitation = Invitation(
-                checkpoint=self._checkpoint,
-                generation=self._generation,
-                members=alive,
-                nodes=tuple(members.nodes.items()),
-                meetings=self._meetings.place.meetings,
-                address=asdict(self._meetings.place.address),
-                store=None if store is None else asdict(store),
-            )
+                checkpoint=self._checkpoint, generation=self._generation, members=alive,
+                nodes=tuple(members.nodes.items()), meetings=self._meetings.place.meetings,
+                address=asdict(self._meetings.place.address), store=None if store is None else asdict(store),
+            )  # fmt: skip
             for rank in asking:
                 self._invitations.append(f"{self._checkpoint}.{rank}")
                 try:

@@ -202,11 +202,8 @@ def step_report(rows: Sequence[ClientRow], sizes: Sequence[int], predicted_s: Se
     """
     records = tuple(
         SpeedSample(
-            rank=rank,
-            step=int(row.batch),
-            samples=round(row.samples / row.steps) if row.steps else sizes[rank],
-            compute_s=row.compute_s / row.steps if row.steps else 0.0,
-            wait_s=row.wait_s / max(1.0, row.made),
+            rank=rank, step=int(row.batch), samples=round(row.samples / row.steps) if row.steps else sizes[rank],
+            compute_s=row.compute_s / row.steps if row.steps else 0.0, wait_s=row.wait_s / max(1.0, row.made),
         )
         for rank, row in enumerate(rows)
     )

@@ -168,13 +168,10 @@ class Rounds:
                 bounds[i] = [given[rank] for rank in self._ranks]
         layers = self._trainer.lightning_module.modules()
         settings.policy.start(
-            list(self.binder.clients.values()),
-            local_steps=settings.local_steps,
-            lower=bounds[0],
-            upper=bounds[1],
+            list(self.binder.clients.values()), local_steps=settings.local_steps, lower=bounds[0], upper=bounds[1],
             total=self.binder.asked_batch,
             least=2 if any(isinstance(layer, _BatchNorm) for layer in layers) else 1,
-        )
+        )  # fmt: skip
 
     def _divide_again(self, why: str) -> None:
         """Divides among others than before, in the middle of a run; who takes part in the round stays."""

@@ -118,13 +118,11 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
         backward_s=tuple(compute(rank, [layer.backward for layer in layers]) for rank, layers in stages),
         before_forward_s=compute(first, [model.before.forward]),
         before_backward_s=compute(first, [model.before.backward]),
-        head_forward_s=compute(first, [model.head.forward]),
-        head_backward_s=compute(first, [model.head.backward]),
+        head_forward_s=compute(first, [model.head.forward]), head_backward_s=compute(first, [model.head.backward]),
         link_forward_s=tuple(message(a, b, cut) for a, b, cut in hops),
-        link_backward_s=tuple(message(b, a, cut) for a, b, cut in hops),
-        loop_forward_s=loop[0],
+        link_backward_s=tuple(message(b, a, cut) for a, b, cut in hops), loop_forward_s=loop[0],
         loop_backward_s=loop[1],
-    )
+    )  # fmt: skip
 
 
 def called(times: PipelineTimes, calls: int) -> PipelineTimes:
@@ -140,13 +138,11 @@ def called(times: PipelineTimes, calls: int) -> PipelineTimes:
     if calls == 1:
         return times
     return replace(
-        times,
-        forward_s=times.forward_s * calls,
-        backward_s=times.backward_s * calls,
+        times, forward_s=times.forward_s * calls, backward_s=times.backward_s * calls,
         link_forward_s=((*times.link_forward_s, times.loop_forward_s) * calls)[:-1],
         link_backward_s=((*times.link_backward_s, times.loop_backward_s) * calls)[:-1],
         devices=times.devices * calls,
-    )
+    )  # fmt: skip
 
 
 def work_s(plan: PipelinePlan, model: ModelCost | None, cluster: Cluster, *, ranks: int) -> tuple[float, ...]:

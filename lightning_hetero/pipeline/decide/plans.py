@@ -21,17 +21,11 @@ from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, Mo
 
 
 def best_plan(
-    model: ModelCost,
-    cluster: Cluster,
-    global_batch: int,
-    *,
-    spans: Sequence[Span] = (),
-    micro_batch_size: int | None = None,
-    max_groups: int | None = None,
-    depth: Literal["auto"] | DepthRule = "auto",
-    budget: int | None = None,
+    model: ModelCost, cluster: Cluster, global_batch: int, *, spans: Sequence[Span] = (),
+    micro_batch_size: int | None = None, max_groups: int | None = None,
+    depth: Literal["auto"] | DepthRule = "auto", budget: int | None = None,
     micro_samples: Sequence[int] | None = None,
-) -> PipelinePlan:
+) -> PipelinePlan:  # fmt: skip
     """Searches for the fastest plan; failure is its status.
 
     Args:

@@ -57,14 +57,9 @@ class PipelineBinder(PartBinder[CutLoader]):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        channel: Channel,
-        *,
-        shared: SharedSettings,
-        stream: Literal["shared"] | None = None,
-        strategy_name: str = "HeteroPipelineStrategy",
-    ) -> None:
+        self, trainer: Trainer, channel: Channel, *, shared: SharedSettings,
+        stream: Literal["shared"] | None = None, strategy_name: str = "HeteroPipelineStrategy",
+    ) -> None:  # fmt: skip
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
         self._stream_mode = stream
         self.plan = PipelinePlan(groups=())

@@ -263,10 +263,7 @@ class StepLogs:
     # ---- between ranks ---------------------------------------------------------------------------------------------
 
     def _start_exchange(
-        self,
-        table: Mapping[_Key, None],
-        mine: Mapping[_Key, _Sums],
-        extra: list[float],
+        self, table: Mapping[_Key, None], mine: Mapping[_Key, _Sums], extra: list[float]
     ) -> Callable[[], list[float]]:
         """Starts to sum: ranks whose keys are not all in the table; the other numbers; those of the table's keys."""
         own = [mine.get(key) or _Sums() for key in table]
@@ -274,12 +271,9 @@ class StepLogs:
         return self._start_sum([float(any(key not in table for key in mine)), *extra, *numbers])
 
     def _exchanged(
-        self,
-        table: dict[_Key, None],
-        mine: dict[_Key, _Sums],
-        extra: list[float],
+        self, table: dict[_Key, None], mine: dict[_Key, _Sums], extra: list[float],
         message: Callable[[], list[float]],
-    ) -> tuple[list[float], dict[_Key, _Sums]]:
+    ) -> tuple[list[float], dict[_Key, _Sums]]:  # fmt: skip
         """Returns sums over all ranks: of the other numbers; and by key, in the order of the table.
 
         The table is extended where a rank needs it, and the message repeated.

@@ -283,14 +283,10 @@ class RankInPlan:
             time_layers=run.watched and run.scenario is None,
         )  # fmt: skip
         return StageRunner(
-            for_all_plans,
-            run.backbone.layers,
-            group=group,
+            for_all_plans, run.backbone.layers, group=group,
             cut=run.backbone.cut() if self.leads and not isinstance(run.backbone, Undivided) else None,
-            times=self._times_of(group),
-            policy=partial(_policy, group),
-            calls=self.planned.calls,
-        )
+            times=self._times_of(group), policy=partial(_policy, group), calls=self.planned.calls,
+        )  # fmt: skip
 
     def measured(self) -> tuple[list[LinkTime], list[float]]:
         """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing.

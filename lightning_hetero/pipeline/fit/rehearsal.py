@@ -123,11 +123,9 @@ def calls_in(step: Rehearsal) -> int:
         with step.context():
             batch = step.to_device(step.loader.collate_fn(first_samples(step.loader, _FEWEST)))
             calls = count_calls(
-                partial(compat.call_training_step, step.module, batch, 0),
-                cut=step.backbone.cut(),
-                layers=step.backbone.layers,
-                device=step.device,
-            )
+                partial(compat.call_training_step, step.module, batch, 0), cut=step.backbone.cut(),
+                layers=step.backbone.layers, device=step.device,
+            )  # fmt: skip
         return max(1, calls)
     return 1  # the first batch shows what is wrong with it
 
@@ -174,14 +172,10 @@ def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> 
             return measure_whole(bodies, module=module, name=name, copies=copies, device=device), 1
         inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
         outside = measure_outside(
-            bodies,
-            cut=step.backbone.cut(),
-            layers=layers,
+            bodies, cut=step.backbone.cut(), layers=layers,
             parameters=[p for p in module.parameters() if id(p) not in inside],
-            buffers=[b for b in module.buffers() if id(b) not in inside],
-            copies=copies,
-            device=device,
-        )
+            buffers=[b for b in module.buffers() if id(b) not in inside], copies=copies, device=device,
+        )  # fmt: skip
         model = profile_on_device(
             layers, outside.first, names=step.backbone.names, device=device, copies=copies,
             before=outside.before, head=outside.head, call=_computed_again if again else None,
@@ -279,15 +273,9 @@ def first_finds(channel: SideChannel, find: Callable[[], Found], *, rank: int = 
 
 
 def agree_layout(
-    loader: DataLoader,
-    module: LightningModule,
-    *,
-    channel: SideChannel,
-    leader: int,
-    device: torch.device,
-    to_device: Callable[[Any], Any],
-    needed: bool,
-) -> Layout | None:
+    loader: DataLoader, module: LightningModule, *, channel: SideChannel, leader: int, device: torch.device,
+    to_device: Callable[[Any], Any], needed: bool,
+) -> Layout | None:  # fmt: skip
     """Returns how the batches of a loader are cut, the same on all ranks; None: it is not known. Collective.
 
     Args:

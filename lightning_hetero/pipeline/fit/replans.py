@@ -86,15 +86,10 @@ class RankZero:
         place, planned, settings = self._place, self._place.planned, self._place.run.settings.planning
         try:
             started = controller.start(
-                place.costs,
-                planned.cluster,
-                planned.plan,
-                spans=tied_spans(place.run.module, place.run.backbone),
-                micro_batch_size=settings.micro_batch_size,
-                max_groups=settings.max_groups,
-                depth=settings.depth,
+                place.costs, planned.cluster, planned.plan, spans=tied_spans(place.run.module, place.run.backbone),
+                micro_batch_size=settings.micro_batch_size, max_groups=settings.max_groups, depth=settings.depth,
                 planned_batches=planned_batches(place.run.trainer),
-            )
+            )  # fmt: skip
         except ValueError as error:
             if settings.watched:
                 raise
@@ -261,13 +256,10 @@ class Replans:
         check_plan(plan, layers=layers, ranks=self._run.channel.world_size, global_batch=full)
         now, lag = (part.epoch, part.step), self._binder.lag
         when = changeover(
-            now,
-            lag=lag,
-            window=self._run.trainer.accumulate_grad_batches,
+            now, lag=lag, window=self._run.trainer.accumulate_grad_batches,
             drawn_for=self._binder.leaders_drawn_for(now, (part.epoch, part.step + lag + 1)),
-            leaders={group.ranks[0] for group in plan.groups},
-            moves=decision.kind != "shares",
-        )
+            leaders={group.ranks[0] for group in plan.groups}, moves=decision.kind != "shares",
+        )  # fmt: skip
         self._binder.draw_for(plan, when.shares_at)
         self._due.append((when, decision))
 

@@ -71,11 +71,7 @@ class PipelineRun(RunOnRank):
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def install(
-        self,
-        planned: PlanResult,
-        backbone: Backbone,
-        *,
-        to_device: Callable[[Any], Any],
+        self, planned: PlanResult, backbone: Backbone, *, to_device: Callable[[Any], Any]
     ) -> RankInPlan:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
@@ -87,14 +83,10 @@ class PipelineRun(RunOnRank):
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
         controller = self.settings.controller if self.fitting else None
         learn = partial(
-            agree_layout,
-            module=self.module,
-            channel=self.channel,
-            leader=planned.plan.groups[0].ranks[0],
-            device=self.settings.device,
-            to_device=to_device,
+            agree_layout, module=self.module, channel=self.channel, leader=planned.plan.groups[0].ranks[0],
+            device=self.settings.device, to_device=to_device,
             needed=controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups),
-        )
+        )  # fmt: skip
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
         self.backbone, self.watched = backbone, controller is not None
@@ -185,7 +177,7 @@ class PipelineRun(RunOnRank):
 
     @property
     def meets(self) -> bool:
-        """Bubbles are waiting, too, but where each rank is a separate pipeline it has no bubbles."""
+        """Where each rank is a separate pipeline; a pipeline of several ranks has bubbles."""
         return self.take_reports() is None
 
     def engine_metrics(self) -> dict[str, float]:

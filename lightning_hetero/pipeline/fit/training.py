@@ -226,28 +226,21 @@ class TrainBatches:
         place = self._place
         rank, links, layer_s = self._run.channel.rank, *place.measured()
         return BatchReport.of_rank(
-            rank,
-            self._run.channel.world_size,
-            place.planned.plan.groups[0].cuts[-1],
-            (float(samples), busy_s, wait_s, self._exchange_s),
-            rest_s=place.rest_s(batch),
-            links=links,
+            rank, self._run.channel.world_size, place.planned.plan.groups[0].cuts[-1],
+            (float(samples), busy_s, wait_s, self._exchange_s), rest_s=place.rest_s(batch), links=links,
             first_layer=0 if place.group is None else place.group.cuts[place.group.ranks.index(rank)],
             layer_s=layer_s,
-        )
+        )  # fmt: skip
 
     def _send(self, losses: Sequence[float], weights: Sequence[float], told: BatchReport) -> Callable[[], list[float]]:
         """Starts to sum over all ranks what each has to tell of the batch, with what has been logged."""
         own = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) if losses else 0.0
         numbers = (
-            own * self._trainer.accumulate_grad_batches,
-            self.replans.paused_s,
-            self._trainer.should_stop,
+            own * self._trainer.accumulate_grad_batches, self.replans.paused_s, self._trainer.should_stop,
             0 if self._requeue is None else self._requeue.take(),
             self._run.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
-            bool(self.replans.rank_zero.unsaid),
-            self._kept.counts_batches,
-        )
+            bool(self.replans.rank_zero.unsaid), self._kept.counts_batches,
+        )  # fmt: skip
         return self._place.logs.send([*map(float, numbers), *told.numbers])
 
     def _received(

@@ -163,12 +163,9 @@ class Wires:
         self.gloo: dist.ProcessGroup | None = None
         self._connect(plan)
         self.direct = DirectWays(
-            self._pairs(plan),
-            rank=channel.rank,
-            backend=self._devices[channel.rank].backend,
-            timeout=settings.timeout,
-            device=settings.device,
-        )
+            self._pairs(plan), rank=channel.rank, backend=self._devices[channel.rank].backend,
+            timeout=settings.timeout, device=settings.device,
+        )  # fmt: skip
         self.owners = OwnerGroups(
             channel.group, backend=settings.process_group_backend, timeout=settings.gloo_timeout
         )

@@ -73,13 +73,13 @@ class _View(NamedTuple):
 
 
 _VIEWS = (
-    _View("course", "Over time", 1, views.course, "How did loss and throughput develop?"),
     _View("timeline", "Time lines", 2, views.timeline,
           "Who works, who waits, and what would an even split look like?"),
     _View("spent", "Where the time went", 1, views.spent,
           "How much of each rank's time is work, exchange and waiting, and for whom?"),
     _View("stages", "Ranks and stages of a step", 2, views.stages, "Is it one rank, one stage, or all?"),
     _View("what-if", "What if", 2, views.what_if, "What would another engine, a faster rank, or fewer devices give?"),
+    _View("course", "Over time", 1, views.course, "How did loss and throughput develop?"),
     _View("shares", "Shares and decisions", 1, views.shares,
           "What was decided, why, and did it help as expected?"),
     _View("scores", "Slow ranks, slow times", 2, views.scores,

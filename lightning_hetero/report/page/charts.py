@@ -131,7 +131,7 @@ def lines(
         marks: places on the x axis with a vertical line, and what happened there.
         level: a horizontal line.
         fit: the y axis begins near the least value, not at 0.
-        whole: x counts something.
+        whole: x counts something; else it begins at 0.
     """
     points = [
         _thinned([(a, b) for a, b in zip(line.x or range(len(line.y)), line.y, strict=True) if not math.isnan(b)])
@@ -146,7 +146,8 @@ def lines(
     left = 14.0 + max(text_width(f"{tick:g}") for tick in y_ticks)
     drawing = Drawing(210.0, label)
     top, bottom = 22.0, 178.0
-    x_low, x_high = min(xs), max(max(xs), min(xs) + 1e-9)
+    x_low = min(xs) if whole else 0.0
+    x_high = max(max(xs), x_low + 1e-9)
 
     def at(a: float, b: float) -> tuple[float, float]:
         part_x, part_y = (a - x_low) / (x_high - x_low), (b - low) / (high - low)

@@ -67,10 +67,10 @@ _FIGURES: tuple[tuple[str, Callable[[RunFacts], float]], ...] = (
     ("samples per second", lambda one: one.ledger.samples_per_s),
     ("samples per batch", lambda one: one.ledger.batch),
     ("steps", lambda one: float(one.run.batches)),
-    ("waiting [% of the ranks' time]", lambda one: 100.0 * one.ledger.waited),
-    ("exchange of gradients [%]", lambda one: 100.0 * one.ledger.exchange),
-    ("device-seconds in steps", lambda one: one.ledger.total.total_s),
-    ("whole fit, without start-up [s]", lambda one: _value(one.result.get("fit_s"))),
+    ("waiting [%]", lambda one: 100.0 * one.ledger.waited),
+    ("exchange [%]", lambda one: 100.0 * one.ledger.exchange),
+    ("device-seconds", lambda one: one.ledger.total.total_s),
+    ("fit [s]", lambda one: _value(one.result.get("fit_s"))),
 )
 
 

@@ -203,7 +203,7 @@ def curves(runs: Sequence[tuple[str, RecordedRun]]) -> Drawn:
                 name=of, kind=charts.rank_kind(i), x=[x for x, _ in curve], y=[y for _, y in curve], dots=name in names
             )
             for i, ((of, _), curve) in enumerate(zip(runs, found, strict=True))
-            if curve
+            if len(curve) > 1
         ]
         if series:
             label, fit = f"{name} over time", name in names

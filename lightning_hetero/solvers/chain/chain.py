@@ -98,14 +98,9 @@ class DeviceChain:
 
 
 def chain_of(
-    model: ModelCost | Layers,
-    cluster: Cluster,
-    ranks: Sequence[int],
-    *,
-    micro_samples: int = 1,
-    micro_batches: int = 1,
-    depth: DepthRule = "per_link",
-) -> DeviceChain:
+    model: ModelCost | Layers, cluster: Cluster, ranks: Sequence[int], *, micro_samples: int = 1,
+    micro_batches: int = 1, depth: DepthRule = "per_link",
+) -> DeviceChain:  # fmt: skip
     """Returns the pipeline of ``ranks`` in this order.
 
     Args:
@@ -118,9 +113,6 @@ def chain_of(
     pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     return DeviceChain(
         layers=model if isinstance(model, Layers) else layers_of(model, micro_samples),
-        devices=[cluster.devices[r] for r in ranks],
-        links=[cluster.links[a][b] for a, b in pairs],
-        back=[cluster.links[b][a] for a, b in pairs],
-        micro_batches=micro_batches,
-        depth=depth,
-    )
+        devices=[cluster.devices[r] for r in ranks], links=[cluster.links[a][b] for a, b in pairs],
+        back=[cluster.links[b][a] for a, b in pairs], micro_batches=micro_batches, depth=depth,
+    )  # fmt: skip

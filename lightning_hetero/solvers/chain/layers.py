@@ -99,16 +99,14 @@ def layers_of(model: ModelCost, samples: int) -> Layers:
     outputs = [cost.output_bytes for cost in (model.before, *model.layers)]
     head_bytes = model.head.state_bytes + samples * model.head.activation_bytes
     return Layers(
-        work_s=[_both_s(layer, samples) for layer in model.layers],
-        cut_bytes=[samples * v for v in outputs],
-        before_s=_both_s(model.before, samples),
-        head_s=_both_s(model.head, samples),
+        work_s=[_both_s(layer, samples) for layer in model.layers], cut_bytes=[samples * v for v in outputs],
+        before_s=_both_s(model.before, samples), head_s=_both_s(model.head, samples),
         state_bytes=[layer.state_bytes for layer in model.layers],
         activation_bytes=[samples * layer.activation_bytes for layer in model.layers],
         leader_state_bytes=model.before.state_bytes + head_bytes,
         leader_activation_bytes=samples * model.before.activation_bytes,
         names=[layer.name for layer in model.layers],
-    )
+    )  # fmt: skip
 
 
 def fixed_and_per_sample(cost: LayerCost) -> tuple[float, float]:

@@ -207,14 +207,10 @@ def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
         return ChainPlan(cuts=(), status=Status.INFEASIBLE, reason=reason)
     held = depths(chain, split, period)
     return ChainPlan(
-        cuts=ends,
-        bottleneck_s=bottleneck_s,
-        period_s=period_s,
-        fill_s=fill_s,
-        total_s=fill_s + (chain.micro_batches - 1) * period_s,
-        depths=tuple(held[0].tolist()),
+        cuts=ends, bottleneck_s=bottleneck_s, period_s=period_s, fill_s=fill_s,
+        total_s=fill_s + (chain.micro_batches - 1) * period_s, depths=tuple(held[0].tolist()),
         memory_bytes=tuple((state + held * activations)[0].tolist()),
-    )
+    )  # fmt: skip
 
 
 def _overfull(chain: DeviceChain, cuts: tuple[int, ...], need: Floats) -> str:

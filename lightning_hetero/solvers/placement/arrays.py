@@ -41,14 +41,9 @@ class ProblemArrays:
     """
 
     def __init__(
-        self,
-        model: ModelCost,
-        cluster: Cluster,
-        samples: int,
-        sizes: tuple[int, ...],
-        *,
+        self, model: ModelCost, cluster: Cluster, samples: int, sizes: tuple[int, ...], *,
         depth: DepthRule = "per_link",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.cluster, self.samples, self.sizes = model, cluster, samples, sizes
         self.depth: DepthRule = depth
         self.n_layers, self.n_devices = len(model.layers), len(cluster.devices)

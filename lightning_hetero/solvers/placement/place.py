@@ -33,15 +33,9 @@ from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, 
 
 
 def place(
-    model: ModelCost,
-    cluster: Cluster,
-    global_batch: int,
-    *,
-    micro_samples: Sequence[int] | None = None,
-    max_groups: int | None = None,
-    depth: DepthRule = "per_link",
-    budget: int | None = None,
-) -> PipelinePlan:
+    model: ModelCost, cluster: Cluster, global_batch: int, *, micro_samples: Sequence[int] | None = None,
+    max_groups: int | None = None, depth: DepthRule = "per_link", budget: int | None = None,
+) -> PipelinePlan:  # fmt: skip
     """Plans the training of a model on a cluster: groups, orders, borders, micro-batches, samples; devices may rest.
 
     Args:
@@ -126,11 +120,7 @@ def _why(problem: Problem) -> str:
 
 
 def evaluate_plan(
-    model: ModelCost,
-    cluster: Cluster,
-    groups: Sequence[GroupPlan],
-    *,
-    depth: DepthRule = "per_link",
+    model: ModelCost, cluster: Cluster, groups: Sequence[GroupPlan], *, depth: DepthRule = "per_link"
 ) -> PipelinePlan:
     """Returns what the model says of a plan; ``lower_bound_s`` stays 0, as nothing is minimised.
 

@@ -65,16 +65,9 @@ class Judges(Protocol):
 
 
 def better_structure(
-    objective: Judges,
-    now: Judged,
-    *,
-    rounds: int,
-    candidates: int,
-    most_groups: int,
-    first: Sequence[int] = (),
-    remembered: Iterable[Pipes] = (),
-    barred: Callable[[Pipes], bool] = lambda pipes: False,
-) -> Judged:
+    objective: Judges, now: Judged, *, rounds: int, candidates: int, most_groups: int, first: Sequence[int] = (),
+    remembered: Iterable[Pipes] = (), barred: Callable[[Pipes], bool] = lambda pipes: False,
+) -> Judged:  # fmt: skip
     """Returns the best structure found, at least as good as ``now``.
 
     Args:

@@ -177,9 +177,7 @@ class Since:
 
         records = [
             SpeedSample(
-                rank=rank,
-                step=step,
-                samples=round(mean(counts.samples, last.samples, rank)),
+                rank=rank, step=step, samples=round(mean(counts.samples, last.samples, rank)),
                 compute_s=mean(counts.compute_s, last.compute_s, rank),
                 wait_s=mean(counts.hold_s, last.hold_s, rank),
             )

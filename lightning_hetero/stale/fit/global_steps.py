@@ -95,16 +95,9 @@ class GlobalSteps:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        session: Session,
-        source: SampleSource,
-        *,
-        parts: Parts,
-        events: EventLog,
-        before_epoch: Callable[[], None],
-        resume: Mapping[str, Any],
-    ) -> None:
+        self, trainer: Trainer, session: Session, source: SampleSource, *, parts: Parts, events: EventLog,
+        before_epoch: Callable[[], None], resume: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.at = Progress()
         self.source = source
         self.device = device_of(trainer.strategy.root_device)

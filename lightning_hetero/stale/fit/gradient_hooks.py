@@ -56,12 +56,9 @@ def _marks(parameters: Sequence[Parameter]) -> list[tuple[int, int] | None]:
 
 
 def _watched(
-    title: str,
-    hook: Callable[..., Any],
-    module: LightningModule,
-    counts: Callable[[], bool],
+    title: str, hook: Callable[..., Any], module: LightningModule, counts: Callable[[], bool],
     warn_once: Callable[[str], None],
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """Returns a hook in whose place it is called, which refuses what is not linear, at the first change.
 
     What the hook changes is found by the gradients' versions, in its first call also by their values.

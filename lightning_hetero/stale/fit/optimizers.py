@@ -119,13 +119,9 @@ def _copied(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
 
 
 def redirect_steps(
-    module: LightningModule,
-    optimizers: Sequence[Optimizer],
-    loop: StepLoop,
-    *,
-    call: Callable[[int, str], None],
+    module: LightningModule, optimizers: Sequence[Optimizer], loop: StepLoop, *, call: Callable[[int, str], None],
     warn_once: Callable[[str], None],
-) -> Callable[[], None]:
+) -> Callable[[], None]:  # fmt: skip
     """Lets ``loop`` know what the optimizers are asked for; returns the undo function.
 
     What a class has besides the API of `torch.optim.Optimizer`, such as the ``eval`` of schedule-free optimizers, works

@@ -173,10 +173,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
         self.loop = StepLoop(
-            trainer,
-            steps,
-            weight=settings.shared.weight_in(module),
-            sums=settings.server.divide_by is not None,
+            trainer, steps, weight=settings.shared.weight_in(module), sums=settings.server.divide_by is not None
         )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
@@ -185,9 +182,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.undo.callback(guard_groups())
         self.undo.callback(watch_gradient_hooks(module, lambda: bool(self.current_samples()), self._members.warn_once))
         self.undo.callback(
-            redirect_steps(
-                module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once
-            )
+            redirect_steps(module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once)
         )
 
     def _call(self, index: int, name: str) -> None:

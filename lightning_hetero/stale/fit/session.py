@@ -152,11 +152,9 @@ class Session:
             )
         trained = [place for i, place in named.items() if i in owned]
         layout = FlatLayout.of(
-            [(place.name, place.tensor) for place in trained],
-            [(place.name, place.tensor) for place in buffers],
-            optimizers=optimizers,
-            compression=self._settings.compression,
-        )
+            [(place.name, place.tensor) for place in trained], [(place.name, place.tensor) for place in buffers],
+            optimizers=optimizers, compression=self._settings.compression,
+        )  # fmt: skip
         others = [place for i, place in named.items() if i not in owned]
         self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())
 

@@ -166,13 +166,9 @@ class FlatLayout:
 
     @classmethod
     def of(
-        cls,
-        parameters: Sequence[tuple[str, Tensor]],
-        buffers: Sequence[tuple[str, Tensor]] = (),
-        *,
-        optimizers: Sequence[Optimizer] = (),
-        compression: CompressionName | None = None,
-    ) -> FlatLayout:
+        cls, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = (), *,
+        optimizers: Sequence[Optimizer] = (), compression: CompressionName | None = None,
+    ) -> FlatLayout:  # fmt: skip
         """Lays out named tensors in the order given; one that occurs again (tied weights) counts once.
 
         Args:

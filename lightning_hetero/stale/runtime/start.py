@@ -71,20 +71,10 @@ class Address:
 
 
 def start_server(
-    *,
-    layout: FlatLayout,
-    parameters: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    optimizers: Sequence[Optimizer],
-    settings: ServerSettings,
-    ranks: Sequence[int],
-    near: Sequence[int],
-    far: Sequence[int],
-    ahead: int,
-    state: dict[str, Any],
-    host: str,
-    timeout: timedelta,
-) -> tuple[ServerProcess, Address]:
+    *, layout: FlatLayout, parameters: Sequence[Tensor], buffers: Sequence[Tensor],
+    optimizers: Sequence[Optimizer], settings: ServerSettings, ranks: Sequence[int], near: Sequence[int],
+    far: Sequence[int], ahead: int, state: dict[str, Any], host: str, timeout: timedelta,
+) -> tuple[ServerProcess, Address]:  # fmt: skip
     """Forks the server off this process, with this process's parameters and optimizers as its own.
 
     Args:
@@ -179,12 +169,9 @@ def _on_cpu(value: Any) -> Any:
 
 
 def serve(
-    server: ParameterServer,
-    listener: Listener,
-    clock: Callable[[], float],
-    *,
+    server: ParameterServer, listener: Listener, clock: Callable[[], float], *,
     orphaned: Callable[[], bool] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
 
     Args:

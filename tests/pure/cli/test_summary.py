@@ -1,68 +1,27 @@
-"""Summaries and tables: against NumPy, by hand, and as drawn literals."""
+"""Tables, as drawn literals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
-from lightning_hetero.record.run import run_of
-from tests.pure.report.kit import Told, events_of, opened, run_with
-
-measured = st.tuples(st.integers(0, 64), st.floats(1e-4, 10.0), st.floats(0.0, 10.0))  # samples, compute_s, wait_s
-traces = st.integers(1, 4).flatmap(lambda world: st.lists(st.tuples(*[measured] * world), min_size=1, max_size=12))
-
-
-@given(traces)
-def test_figures_are_numpys_over_the_last_steps(trace: list[tuple[Told, ...]]) -> None:
-    ranks = summarise_ranks(run_with(trace))
-    last = np.array(trace[len(trace) // 2 :])
-    assert [r.rank for r in ranks] == list(range(len(trace[0]))) and {r.steps for r in ranks} == {len(last)}
-    for summary, own in zip(ranks, last.transpose(1, 0, 2), strict=True):
-        assert summary.samples == pytest.approx(own[:, 0].mean())
-        assert (summary.compute_s, summary.wait_s) == pytest.approx(tuple(np.median(own[:, 1:], axis=0)))
-        speeds = [b / c for b, c, _ in own if b > 0]
-        assert summary.samples_per_s == (pytest.approx(np.median(speeds)) if speeds else None)
-    samples = last[..., 0].sum(axis=0)
-    assert [r.share for r in ranks] == pytest.approx(list(samples / max(1, samples.sum())))
-
-
-def test_contributions_to_a_step_add_up_and_a_step_without_the_rank_has_no_samples() -> None:
-    events = events_of([[(9, 0.3, 0.1), (4, 0.4, 0.2)]] * 4)
-    more = [replace(e, data={"samples": 3, "compute_s": 0.1, "wait_s": 0.1, "fill_in": True}) for e in events
-            if e.kind == "step" and e.rank == 0]  # fmt: skip
-    kept = [event for event in events if not (event.kind == "step" and event.rank == 1 and event.step in (1, 3))]
-    run = run_of([*kept, *more])
-    fast, slow = summarise_ranks(run)
-    assert (fast.steps, slow.steps, fast.samples, slow.samples) == (2, 2, 12.0, 2.0)
-    assert (fast.share, slow.share) == pytest.approx((12 / 14, 2 / 14))
-    assert (fast.compute_s, fast.wait_s, fast.samples_per_s) == pytest.approx((0.4, 0.2, 30.0))
-    assert (slow.compute_s, slow.wait_s, slow.samples_per_s) == pytest.approx((0.4, 0.2, 10.0))  # where it took part
-    assert mean_global_batch(run) == pytest.approx((16 + 12 + 16 + 12) / 4)
-
-
-def test_a_trace_without_own_work_has_no_summary() -> None:
-    run = run_of([opened(0, 1)])
-    assert summarise_ranks(run) == [] and mean_global_batch(run) == 0.0
+from lightning_hetero.cli.summary import comparison_table, rank_table
+from lightning_hetero.record.ledger import ledger_of
+from tests.pure.report.kit import Told, run_with
 
 
 def plain(*steps: Sequence[Told]) -> list[dict[str, Any]]:
-    return [asdict(rank) for rank in summarise_ranks(run_with(steps))]
+    return [asdict(rank) for rank in ledger_of(run_with(steps)).figures]
 
 
 def test_the_table_of_a_job_as_drawn() -> None:
-    assert rank_table(plain(*[[(48, 0.1, 0.0), (16, 0.08, 0.02)]] * 4)) == "\n".join(
+    assert rank_table(plain(*[[(48, 0.1, 0.01), (16, 0.08, 0.03)]] * 4)) == "\n".join(
         [
-            "rank  samples/s  samples  share %  compute ms  wait ms",
-            "----  ---------  -------  -------  ----------  -------",
-            "   0      480.0     48.0     75.0       100.0      0.0",
-            "   1      200.0     16.0     25.0        80.0     20.0",
+            "rank  samples/s  samples  share %  work ms  exchange ms  waiting ms",
+            "----  ---------  -------  -------  -------  -----------  ----------",
+            "   0      480.0     48.0     75.0    100.0         10.0         0.0",
+            "   1      200.0     16.0     25.0     80.0         10.0        20.0",
         ]
     )
 
@@ -71,9 +30,9 @@ def test_the_table_of_several_jobs_as_drawn() -> None:
     metric = {"name": "val_acc", "mode": "max", "value": 0.975}
     results = [
         {"job": 0, "strategy": "ddp", "scenario": "swap", "fit_s": 20.0, "samples_per_s": 80.0,
-         "metric": metric, "ranks": plain([(16, 0.1, 0.3), (16, 0.4, 0.0)])},
+         "metric": metric, "waiting": 0.375, "ranks": plain([(16, 0.1, 0.3), (16, 0.4, 0.0)])},
         {"job": 1, "strategy": "hetero_balanced", "scenario": "swap", "fit_s": 8.0, "samples_per_s": 200.0,
-         "metric": metric, "ranks": plain([(24, 0.1, 0.0), (8, 0.1, 0.0)])},
+         "metric": metric, "waiting": 0.0, "ranks": plain([(24, 0.1, 0.0), (8, 0.1, 0.0)])},
         {"job": 2, "strategy": "ddp", "fit_s": None, "metric": None, "ranks": []},
     ]  # fmt: skip
     assert comparison_table(results) == "\n".join(

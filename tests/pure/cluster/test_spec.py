@@ -1,4 +1,4 @@
-"""Clusters from plain values: units, names, links, errors; as text and back; and what is shipped in conf/cluster."""
+"""Clusters from plain values: units, names, links, errors; as text and back; and what is shipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_hetero.cluster import (
 from lightning_hetero.cluster.units import as_bytes, as_rate, as_seconds, bytes_text, rate_text, seconds_text
 from lightning_hetero.types import Cluster, Device, Link
 
-CONF = Path(__file__).resolve().parents[3] / "conf" / "cluster"
+CONF = Path(__file__).resolve().parents[3] / "conf" / "hetero" / "cluster"
 GIB = 2.0**30
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,3 +171,19 @@ def test_values_of_the_class_memory_and_what_is_left_alone() -> None:
     assert module.queue is queue and not queue.any()
     assert stranger.value == [1, 2] and late.sum() == 2.0  # not looked into, not reached
     assert data.tensors[0].sum() == 3.0  # a data set's tensors are not copied
+
+
+def test_what_refers_weakly_to_a_module_gives_it_nothing_of_a_copys() -> None:
+    """As PyTorchProfiler's hooks do; a LightningModule's copy has no trainer."""
+
+    class Attached(nn.Linear):
+        def __getstate__(self) -> dict[str, Any]:
+            return {**vars(self), "trainer": None}
+
+    module = Attached(1, 1)
+    module.trainer = "here"  # type: ignore[assignment]
+    module.helper = Plain(weakref.proxy(module))  # type: ignore[assignment]
+    snapshot = Snapshot([module])
+    module.helper.value.trainer = "elsewhere"
+    snapshot.put_back()
+    assert module.trainer == "here"

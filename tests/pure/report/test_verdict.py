@@ -71,7 +71,7 @@ def test_an_engine_that_gained_nothing_says_why(run: RecordedRun, step_s: float,
 def test_what_cannot_train_is_not_called_slower() -> None:
     found = judged_as_if(SLOW, 0.1, {"ddp": math.nan})
     assert found.headline == "hetero_balanced trains a model that stock DDP cannot hold: 100.0 ms per batch."
-    assert "stock DDP cannot hold the model" in " ".join(found.said)
+    assert "stock DDP cannot hold the model" in " ".join(found.said) and found.level == "good"
 
 
 def test_equal_devices_need_nothing() -> None:

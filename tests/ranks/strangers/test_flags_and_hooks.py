@@ -25,6 +25,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -108,11 +109,13 @@ def limits(rank: int, world: int, engine: str) -> dict[str, Any]:
 def small_runs(rank: int, world: int, engine: str) -> dict[str, Any]:
     """fast_dev_run, overfit_batches, barebones, profilers, detect_anomaly, inference_mode=False, deterministic."""
     told: dict[str, Any] = {}
+    folder = "profiles" if world > 1 else tempfile.mkdtemp()
     runs: dict[str, dict[str, Any]] = {
         "fast_dev_run": {"fast_dev_run": 2},
         "overfit": {"overfit_batches": 2, "max_epochs": 2},
         "barebones": {"barebones": True, "enable_progress_bar": None, "enable_model_summary": None},
         "advanced": {"profiler": "advanced"},
+        "pytorch": {"profiler": PyTorchProfiler(folder, "profiled", export_to_chrome=False)},
         "careful": {"detect_anomaly": True, "inference_mode": False, "deterministic": "warn", "benchmark": False},
     }
     for name, options in runs.items():
@@ -200,7 +203,7 @@ class Writes(BasePredictionWriter):
         super().__init__("batch_and_epoch")
         self.folder, self.sums = folder, 0.0
 
-    def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, *args: Any) -> None:
+    def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.sums += float(prediction.sum())
 
     def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
@@ -279,6 +282,8 @@ def noting(kind: type, names: Sequence[str], calls: list[str]) -> type:
 class Data(LightningDataModule):
     """With a state of its own."""
 
+    trainer: Any
+
     def train_dataloader(self) -> Any:
         return batches(numbers(64), self.trainer.world_size)
 
@@ -290,8 +295,8 @@ class Data(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         return {"seven": 7}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
 
 
 class Built(Everything):

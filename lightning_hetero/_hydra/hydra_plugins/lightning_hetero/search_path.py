@@ -1,4 +1,4 @@
-"""Makes lightning-hetero's strategies, clusters and emulations visible by name in any Hydra app.
+"""Makes lightning-hetero's strategies, clusters and emulations visible in any Hydra app, as ``hetero/...``.
 
 Every Hydra app on the machine imports this file at its start, whether it uses us or not. So it imports
 nothing of ours, and hands Hydra a folder rather than ``pkg://lightning_hetero.conf``: to resolve that address
@@ -20,13 +20,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 ENGINES = ("balanced", "stale", "pipeline", "federated", "auto")
 
 
-def _conf_folder() -> Path | None:
+def _folders() -> tuple[Path, Path] | None:
+    """Returns the folder of what is for other apps, and the one of the command's own configuration."""
     spec = find_spec("lightning_hetero")
     for location in (spec.submodule_search_locations if spec else None) or ():
         package = Path(location)
         for folder in (package / "conf", package.parent / "conf"):  # wheel, then checkout
             if (folder / "__init__.py").is_file():
-                return folder
+                return folder, package / "cli" / "conf"
     return None
 
 
@@ -55,11 +56,17 @@ def _strategy_named(registry: Any, name: str) -> object:
 class LightningHeteroSearchPath(SearchPathPlugin):
     """Appends our ``conf`` to the search path: last, so that an app's own file of the same name wins.
 
-    It holds nothing but what is meant for other apps; the command's own configuration is in ``cli/conf``.
+    It holds nothing but the group ``hetero``. Our own command sees the groups in there by their short names.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        folder = _conf_folder()
-        if folder is not None:
-            search_path.append(provider="lightning-hetero", path=f"file://{folder.as_posix()}")
+        folders = _folders()
+        if folders is not None:
+            ours, own_command = folders
+            mains = [Path((element.path or "").removeprefix("file://")) for element in search_path.get_path()]
+            paths = [f"file://{(ours / 'hetero').as_posix()}"]
+            if own_command not in mains:
+                paths = [f"file://{ours.as_posix()}", "hetero://old-names"]
+            for path in paths:
+                search_path.append(provider="lightning-hetero", path=path)
         _register_names()

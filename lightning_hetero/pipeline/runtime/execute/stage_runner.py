@@ -92,16 +92,9 @@ class StageRunner:
     """
 
     def __init__(
-        self,
-        settings: RunnerSettings,
-        layers: Sequence[nn.Module],
-        *,
-        group: GroupPlan,
-        cut: BackboneCut | None,
-        times: TimesOf,
-        policy: Callable[[PipelineTimes], SchedulePolicy],
-        calls: int = 1,
-    ) -> None:
+        self, settings: RunnerSettings, layers: Sequence[nn.Module], *, group: GroupPlan, cut: BackboneCut | None,
+        times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy], calls: int = 1,
+    ) -> None:  # fmt: skip
         self._seed = settings.seed
         self._group, self._cut, self._calls = group, cut, calls
         self._position = position = group.ranks.index(settings.rank)
@@ -113,13 +106,9 @@ class StageRunner:
         timed = settings.time_layers and (cut is not None or position > 0)
         self._clock = LayerClock(range(first, end), settings.device) if timed else None
         stage = Stage(
-            {i: layers[i] for i in range(first, end)},
-            last=end == len(layers),
-            seed=settings.seed,
-            checkpoint_layers=settings.checkpoint_layers,
-            device=settings.device,
-            clock=self._clock,
-        )
+            {i: layers[i] for i in range(first, end)}, last=end == len(layers), seed=settings.seed,
+            checkpoint_layers=settings.checkpoint_layers, device=settings.device, clock=self._clock,
+        )  # fmt: skip
         self._carrier = Carrier() if position == 0 else None
         neighbours = {group.ranks[position - 1], group.ranks[(position + 1) % len(group.ranks)]} - {settings.rank}
         links = StageLinks(

@@ -80,15 +80,9 @@ class _Seen(NamedTuple):
 
 
 def measure_outside(
-    bodies: Sequence[tuple[int, Callable[[], Any]]],
-    *,
-    cut: BackboneCut,
-    layers: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    buffers: Sequence[Tensor],
-    copies: Mapping[int, int],
-    device: torch.device,
-) -> Outside:
+    bodies: Sequence[tuple[int, Callable[[], Any]]], *, cut: BackboneCut, layers: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor], copies: Mapping[int, int], device: torch.device,
+) -> Outside:  # fmt: skip
     """Measures the step outside of the backbone.
 
     Gradients are None afterwards; what else a step changes is put back by a `Snapshot`.
@@ -121,32 +115,22 @@ def measure_outside(
     trained = [p for p in parameters if p.requires_grad]
     held = tensor_bytes([*parameters, *buffers]) + tensor_bytes(trained)
     before = LayerCost(
-        name="before",
-        forward=_fit(seen, 0),
-        backward=_fit(seen, 1),
-        param_bytes=tensor_bytes(trained),
-        state_bytes=held + optimizer_bytes(trained, copies),
-        activation_bytes=last.kept_bytes[0] / last.samples,
+        name="before", forward=_fit(seen, 0), backward=_fit(seen, 1), param_bytes=tensor_bytes(trained),
+        state_bytes=held + optimizer_bytes(trained, copies), activation_bytes=last.kept_bytes[0] / last.samples,
         output_bytes=tensor_bytes(tensors_of(last.message)) / last.samples,
-    )
+    )  # fmt: skip
     head = LayerCost(
-        name="head",
-        forward=_fit(seen, 2),
-        backward=_fit(seen, 3),
+        name="head", forward=_fit(seen, 2), backward=_fit(seen, 3),
         activation_bytes=last.kept_bytes[1] / last.samples,
-    )
+    )  # fmt: skip
     first = {s.samples: (s.route, s.message) for s in seen}
     return Outside(before=before, head=head, calls=last.calls, first=first)
 
 
 def measure_whole(
-    bodies: Sequence[tuple[int, Callable[[], Any]]],
-    *,
-    module: nn.Module,
-    name: str,
-    copies: Mapping[int, int],
+    bodies: Sequence[tuple[int, Callable[[], Any]]], *, module: nn.Module, name: str, copies: Mapping[int, int],
     device: torch.device,
-) -> ModelCost:
+) -> ModelCost:  # fmt: skip
     """Measures forward and backward of training steps whose layers are not known: the whole module is the one layer.
 
     Args:
@@ -160,13 +144,9 @@ def measure_whole(
     """
     seen = _Bench(nullcontext(), (), list(module.parameters()), Timer(device)).measure(bodies)
     layer = LayerCost(
-        name=name,
-        forward=_fit(seen, 0),
-        backward=_fit(seen, 3),
-        param_bytes=trained_bytes(module),
-        state_bytes=state_bytes(module, copies),
-        activation_bytes=sum(seen[-1].kept_bytes) / seen[-1].samples,
-    )
+        name=name, forward=_fit(seen, 0), backward=_fit(seen, 3), param_bytes=trained_bytes(module),
+        state_bytes=state_bytes(module, copies), activation_bytes=sum(seen[-1].kept_bytes) / seen[-1].samples,
+    )  # fmt: skip
     free = AffineCost(fixed_s=0.0, per_sample_s=0.0)
     before, head = (LayerCost(name=end, forward=free, backward=free) for end in ("before", "head"))
     return ModelCost(layers=(layer,), before=before, head=head)
@@ -186,11 +166,7 @@ def measure_series(
 
 
 def count_calls(
-    body: Callable[[], Any],
-    *,
-    cut: BackboneCut,
-    layers: Sequence[nn.Module],
-    device: torch.device,
+    body: Callable[[], Any], *, cut: BackboneCut, layers: Sequence[nn.Module], device: torch.device
 ) -> int:
     """Runs a training step forward; returns how often it calls the backbone."""
     calls = 0

@@ -48,16 +48,10 @@ _OWN = frozenset(vars(nn.Module()))  # what every module has; all else are the l
 
 
 def profile_on_device(
-    layers: Sequence[nn.Module],
-    examples: Mapping[int, tuple[Route, Any]],
-    *,
-    names: Sequence[str],
-    before: LayerCost,
-    head: LayerCost,
-    device: torch.device,
-    copies: Mapping[int, int],
+    layers: Sequence[nn.Module], examples: Mapping[int, tuple[Route, Any]], *, names: Sequence[str],
+    before: LayerCost, head: LayerCost, device: torch.device, copies: Mapping[int, int],
     call: Callable[..., Any] | None = None,
-) -> ModelCost:
+) -> ModelCost:  # fmt: skip
     """Measures the layers: times, activations, bytes.
 
     Layers that are elsewhere go there one at a time, in copies, so that of a model larger than the device no more than
@@ -209,14 +203,10 @@ def _cost(name: str, layer: nn.Module, measured: Sequence[_Measured], copies: Ma
     sizes, last = [m.samples for m in measured], measured[-1]
     forward, backward = (fit_affine(sizes, [m.times[i] for m in measured]) for i in (0, 1))
     return LayerCost(
-        name=name,
-        forward=forward,
-        backward=backward,
-        param_bytes=trained_bytes(layer),
-        state_bytes=state_bytes(layer, copies),
-        activation_bytes=last.seen.kept_bytes / last.samples,
+        name=name, forward=forward, backward=backward, param_bytes=trained_bytes(layer),
+        state_bytes=state_bytes(layer, copies), activation_bytes=last.seen.kept_bytes / last.samples,
         output_bytes=last.seen.output_bytes / last.samples,
-    )
+    )  # fmt: skip
 
 
 def _kind_of(layer: nn.Module, value: Any) -> str:

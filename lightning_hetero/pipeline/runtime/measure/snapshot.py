@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import MemberDescriptorType
 from typing import Any
+from weakref import getweakrefs
 
 import numpy as np
 import torch
@@ -43,22 +44,19 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        owners: Iterable[object],
-        *,
-        data: Iterable[object] = (),
-        shared: Iterable[object] = (),
+        self, owners: Iterable[object], *, data: Iterable[object] = (), shared: Iterable[object] = (),
         leave: tuple[type[Tensor], ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._undo: list[Callable[[], object]] = []
         parts = _parts(owners)
-        pending = [*data, *(v for part in parts for v in vars(part).values() if isinstance(v, _DATA))]
-        sets = _data_sets(pending)
+        sets = _data_sets([*data, *(v for part in parts for v in vars(part).values() if isinstance(v, _DATA))])
         self._copied: list[object] = []  # of which there are copies
-        self._memo: dict[int, Any] = {id(x): x for x in (*parts, *sets, *shared) if x is not None}
+        kept = (*parts, *sets, *shared, *(proxy for part in parts for proxy in getweakrefs(part)))
+        self._memo: dict[int, Any] = {id(x): x for x in kept if x is not None}
         self._memo[id(self._memo)] = self._copied  # where `copy.deepcopy` keeps them
-        for tensor in (t for part in parts if isinstance(part, nn.Module) for t in _own_tensors(part)):
-            if id(tensor) not in self._memo:
+        modules = [part for part in parts if isinstance(part, nn.Module)]
+        for tensor in (t for m in modules for t in (*m._parameters.values(), *m._buffers.values())):
+            if tensor is not None and id(tensor) not in self._memo:
                 self._memo[id(tensor)] = tensor
                 if not isinstance(tensor, leave):
                     self._undo.append(_TensorState(tensor))
@@ -69,7 +67,7 @@ class Snapshot:
             self._undo.append(partial(_refill, vars(part), dict(vars(part))))
             for value in vars(part).values():
                 self._copy(value)
-        for kind in {k: 0 for part in parts if isinstance(part, nn.Module) for k in type(part).__mro__}:
+        for kind in {kind: 0 for module in modules for kind in type(module).__mro__}:
             self._keep_class(kind)
         copies = [self._memo[id(x)] for x in self._copied]
         originals = {id(y): x for x, y in zip(self._copied, copies, strict=True)}
@@ -110,8 +108,8 @@ def _parts(owners: Iterable[Any]) -> list[Any]:
     for owner in owners:
         held = () if isinstance(owner, nn.Module) else vars(owner).values()
         roots += [owner, *(value for value in held if isinstance(value, nn.Module))]
-    parts = (part for root in roots for part in (root.modules() if isinstance(root, nn.Module) else [root]))
-    return list({id(part): part for part in parts}.values())
+    kept = (r.modules() if isinstance(r, nn.Module) else [r] for r in roots)
+    return list({id(part): part for parts in kept for part in parts}.values())
 
 
 def _data_sets(pending: list[Any]) -> list[Any]:
@@ -123,10 +121,6 @@ def _data_sets(pending: list[Any]) -> list[Any]:
             found[id(one)] = one
             pending += [value for value in vars(one).values() if isinstance(value, _DATA)]
     return list(found.values())
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
 
 
 def _is_plain(name: str, value: object) -> bool:

@@ -95,16 +95,9 @@ class _Told(NamedTuple):
 
 
 def divide_anew(
-    module: nn.Module,
-    optimizers: Iterable[Optimizer],
-    known: Known,
-    own: Callable[[Container[str]], Ownership],
-    here: Here,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    wait: Wait,
-) -> Ownership:
+    module: nn.Module, optimizers: Iterable[Optimizer], known: Known, own: Callable[[Container[str]], Ownership],
+    here: Here, *, device: torch.device, group: dist.ProcessGroup, wait: Wait,
+) -> Ownership:  # fmt: skip
     """Divides a module that has been changed on all ranks; collective.
 
     A new parameter has rank 0's values, as under DDP when training begins, a new buffer those of the rank that uses it.

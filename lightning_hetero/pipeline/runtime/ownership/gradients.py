@@ -58,15 +58,9 @@ class GradientSync:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        ownership: Ownership,
-        *,
-        groups: OwnerGroups,
-        bucket_bytes: int = 25 * 2**20,
-        least_bytes: int = 0,
-        wait: Callable[[dist.Work], object] = dist.Work.wait,
-    ) -> None:
+        self, module: nn.Module, ownership: Ownership, *, groups: OwnerGroups, bucket_bytes: int = 25 * 2**20,
+        least_bytes: int = 0, wait: Callable[[dist.Work], object] = dist.Work.wait,
+    ) -> None:  # fmt: skip
         self._groups, self._wait = groups, wait
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
         tensors, names = ownership.tensors(module), ownership.parameters
@@ -315,12 +309,9 @@ class Bucket:
 
 
 def fill_buckets(
-    entries: Sequence[tuple[nn.Parameter, bool]],
-    bucket_bytes: int,
-    *,
-    group: dist.ProcessGroup,
+    entries: Sequence[tuple[nn.Parameter, bool]], bucket_bytes: int, *, group: dist.ProcessGroup,
     least_bytes: int = 0,
-) -> list[Bucket]:
+) -> list[Bucket]:  # fmt: skip
     """Fills buckets in the order of the parameters; one is open for each dtype, and one for what is late.
 
     Args:

@@ -79,12 +79,9 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]
 
 
 def _targets(
-    holders: Sequence[int],
-    owners: Sequence[int],
-    new_holders: Sequence[int],
-    new_owners: Sequence[int],
+    holders: Sequence[int], owners: Sequence[int], new_holders: Sequence[int], new_owners: Sequence[int],
     trained: bool,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     targets = [rank for rank in new_holders if rank not in holders]
     if not trained and new_owners[0] in holders and new_owners[0] != owners[0]:
         targets.append(new_owners[0])
@@ -112,20 +109,10 @@ class Migration:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        old: Ownership,
-        new: Ownership,
-        *,
-        copies: Sequence[nn.Module] = (),
-        gradients: bool = False,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        wait: Wait,
-        wait_for_peer: Wait,
-        here: Here | None = None,
-    ) -> None:
+        self, module: nn.Module, optimizers: Sequence[Optimizer], old: Ownership, new: Ownership, *,
+        copies: Sequence[nn.Module] = (), gradients: bool = False, device: torch.device, group: dist.ProcessGroup,
+        wait: Wait, wait_for_peer: Wait, here: Here | None = None,
+    ) -> None:  # fmt: skip
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients

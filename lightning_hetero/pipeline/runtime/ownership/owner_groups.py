@@ -31,11 +31,7 @@ class OwnerGroups:
     """
 
     def __init__(
-        self,
-        world: dist.ProcessGroup,
-        *,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
+        self, world: dist.ProcessGroup, *, backend: str | None = None, timeout: timedelta | None = None
     ) -> None:
         self.world = world
         self._backend = backend
@@ -91,12 +87,9 @@ def _destroy(group: Any) -> None:
 
 
 def raise_together(
-    problem: Exception | None,
-    group: dist.ProcessGroup,
-    *,
-    wait: Wait = dist.Work.wait,
+    problem: Exception | None, group: dist.ProcessGroup, *, wait: Wait = dist.Work.wait,
     error: type[RuntimeError] = RuntimeError,
-) -> None:
+) -> None:  # fmt: skip
     """Raises on all ranks if there is a ``problem`` on some rank; collective.
 
     Raises:

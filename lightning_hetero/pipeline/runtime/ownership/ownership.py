@@ -93,14 +93,9 @@ class Ownership:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        plan: PipelinePlan,
-        *,
-        rank: int,
+        self, module: nn.Module, layers: Sequence[nn.Module], plan: PipelinePlan, *, rank: int,
         without: Container[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.groups = tuple(group.ranks for group in plan.groups)
         self._layer_of_module = _layers_of_modules(module, layers)

@@ -30,13 +30,9 @@ from lightning_hetero.transport.objects import gathered
 
 @torch.no_grad()
 def prune(
-    module: nn.Module,
-    optimizers: Iterable[Optimizer],
-    ownership: Ownership,
-    here: Here | None = None,
-    *,
+    module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownership, here: Here | None = None, *,
     device: torch.device | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Replaces what other ranks hold by stand-ins, in the module and in its optimizers, and frees the memory.
 
     Attributes of the parameters and ``requires_grad`` are kept, gradients and optimizer state are dropped. Code

@@ -60,12 +60,9 @@ class Switches:
     def now(cls) -> Switches:
         """Returns the switches of this thread."""
         return cls(
-            grad=torch.is_grad_enabled(),
-            autocast=_autocast(),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            autocast_nesting=_autocast_nesting(),
-            put_device=device_in_use().here(),
-        )
+            grad=torch.is_grad_enabled(), autocast=_autocast(), autocast_cache=torch.is_autocast_cache_enabled(),
+            autocast_nesting=_autocast_nesting(), put_device=device_in_use().here(),
+        )  # fmt: skip
 
     def put(self, *, over: Switches | None = None) -> None:
         """Sets the switches of this thread.

@@ -63,20 +63,11 @@ class ParameterServer:
     """
 
     def __init__(
-        self,
-        *,
-        layout: FlatLayout,
-        area: Tensor,
-        parameters: Sequence[Tensor],
-        optimizers: Sequence[Optimizer],
-        listener: Listener,
-        coordinator: Coordinator,
-        divide_by: float | None = None,
-        nonfinite: Literal["stop", "skip"] = "stop",
-        shards: int | None = None,
-        limits: Limits | None = None,
+        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
+        listener: Listener, coordinator: Coordinator, divide_by: float | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop", shards: int | None = None, limits: Limits | None = None,
         stamp: Stamp = lambda kind, number: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.stamp = stamp
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator

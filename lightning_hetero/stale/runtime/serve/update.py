@@ -55,16 +55,9 @@ class Updater:
     """
 
     def __init__(
-        self,
-        *,
-        layout: FlatLayout,
-        area: Tensor,
-        parameters: Sequence[Tensor],
-        optimizers: Sequence[Optimizer],
-        shards: ThreadShards,
-        divide_by: float | None = None,
-        stamp: Stamp = lambda kind, number: None,
-    ) -> None:
+        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
+        shards: ThreadShards, divide_by: float | None = None, stamp: Stamp = lambda kind, number: None,
+    ) -> None:  # fmt: skip
         self.layout, self.shards = layout, shards
         self.optimizers = list(optimizers)
         self.hyper = HyperParameters(optimizers)

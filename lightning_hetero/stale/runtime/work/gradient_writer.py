@@ -121,14 +121,9 @@ class GradientWriter:
     """
 
     def __init__(
-        self,
-        link: WorkerLink,
-        layout: FlatLayout,
-        parameters: Sequence[Parameter],
-        device: torch.device,
-        *,
+        self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter], device: torch.device, *,
         overlap: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._link, self._layout, self._parameters = link, layout, parameters
         self._image = Image(device, link.gradient)
         self._changes = BufferChanges(layout, device) if layout.buffers else None

@@ -93,13 +93,9 @@ class ReplicaWatch:
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        area: Tensor,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]],
-        held: Sequence[ParameterPlace] = (),
-    ) -> None:
+        self, layout: FlatLayout, area: Tensor, parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]], held: Sequence[ParameterPlace] = (),
+    ) -> None:  # fmt: skip
         self._layout, self._parameters, self._buffers = layout, parameters, buffers
         index = {id(p): i for i, p in enumerate(parameters)}
         self._held = [(index[id(p.tensor)], p) for p in held if id(p.tensor) in index]

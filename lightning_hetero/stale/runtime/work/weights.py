@@ -52,13 +52,9 @@ class PulledWeights:
     """
 
     def __init__(
-        self,
-        link: WorkerLink,
-        layout: FlatLayout,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]],
-        held: Sequence[ParameterPlace] = (),
-    ) -> None:
+        self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]], held: Sequence[ParameterPlace] = (),
+    ) -> None:  # fmt: skip
         self._link, self._layout = link, layout
         self.parameters, self._buffers = list(parameters), buffers
         self.version = -1

@@ -60,17 +60,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        link: WorkerLink,
-        layout: FlatLayout,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]] = list,
-        optimizers: Sequence[Optimizer] = (),
-        *,
-        held: Sequence[ParameterPlace] = (),
-        overlap: bool | None = None,
+        self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]] = list, optimizers: Sequence[Optimizer] = (), *,
+        held: Sequence[ParameterPlace] = (), overlap: bool | None = None,
         tell: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.link, self._layout, self._tell = link, layout, tell
         self._hyper = HyperParameters(optimizers)
         self._clips = [(0, 0.0)] * len(optimizers)
@@ -117,12 +111,7 @@ class Worker:
         return reply
 
     def begin_epoch(
-        self,
-        epoch: int,
-        ends: Sequence[int],
-        *,
-        applied: Iterable[tuple[int, int]] = (),
-        global_step: int = 0,
+        self, epoch: int, ends: Sequence[int], *, applied: Iterable[tuple[int, int]] = (), global_step: int = 0
     ) -> Reply:
         """Begins an epoch; all workers must do the same.
 
