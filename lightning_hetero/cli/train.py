@@ -36,7 +36,7 @@ from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import read_if_there, read_result, write_report
-from lightning_hetero.cli.screen import JobScreen, OnScreen, ending_in_words
+from lightning_hetero.cli.screen import JobScreen
 from lightning_hetero.cli.summary import comparison_table, rank_table
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
@@ -147,7 +147,7 @@ def run_job(cfg: DictConfig, screen: JobScreen) -> float | None:
         seed_everything(cfg.seed, workers=True)
     output_dir = Path(cfg.paths.output_dir)
     model, data = build(cfg.model), build(cfg.data)
-    trainer = make_trainer(cfg, output_dir, OnScreen(screen))
+    trainer = make_trainer(cfg, output_dir, screen)
     failed = True
     try:
         trainer.fit(model, datamodule=data)
@@ -281,7 +281,7 @@ def main(cfg: DictConfig) -> float | None:
         warnings.filterwarnings("ignore", message=message)
     with isolated_job(cfg.threads_per_rank):
         screen = JobScreen(Path(cfg.paths.output_dir) / f"{HydraConfig.get().job.name}.log")
-        with ending_in_words(screen):
+        with screen.showing():
             return run_job(cfg, screen)
 
 

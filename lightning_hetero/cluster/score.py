@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_hetero.cluster.engine_times import ddp_s, would_take_s
 from lightning_hetero.record.costs import costs_of
-from lightning_hetero.record.ledger import Ledger
+from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.types import SpeedSample
 
 _MOST_SHARES = 8  # one by one
@@ -50,7 +50,7 @@ def imbalance(compute_s: Sequence[float]) -> float:
     return max(compute_s) * len(compute_s) / total if total > 0 else math.nan
 
 
-def last_lines(ledger: Ledger) -> str:
+def last_lines(ledger: RunLedger) -> str:
     """Returns lines for people on a fit under stock DDP: what its ranks waited, and what others would take.
 
     Work is taken to grow in proportion to samples: one batch size says nothing of a fixed part. Loading data and the
@@ -72,9 +72,9 @@ def last_lines(ledger: Ledger) -> str:
         return f"{waited} {ledger.too_few}."
     try:
         costs = costs_of(ledger)
-    except ValueError:  # a rank has no samples
+        found, step_s = would_take_s(costs, batch), ledger.step_s
+    except ValueError:  # a rank has no samples, or there are too few to share
         return waited
-    found, step_s = would_take_s(costs, batch), ledger.step_s
     slowest = costs.slowest_first(batch)[0]
     without = costs.of_ranks([rank for rank in range(ranks) if rank != slowest])
 

@@ -289,8 +289,8 @@ class Estimates:
             if size - 1.0 > band and abs(now - before) * factor.batch_s > band * self._batch_s:
                 ranks = key[1:] if key[0] != "layer" else ()
                 ranks = tuple(rank for rank in ranks if key[0] == "link" and rank in blamed) or ranks
-                slower = f"{size:.2f} times its time" if now > before else f"1/{size:.2f} of its time"
-                found.append((size, f"{_named(key)} takes {slower}", ranks))
+                slower = "takes {:.2f} times as long" if now > before else "is {:.2f} times as fast"
+                found.append((size, f"{_named(key)} {slower.format(size)} as before", ranks))
         return sorted(found, key=lambda change: (-change[0], change[1]))
 
     def unsure(self, batch: int) -> bool:

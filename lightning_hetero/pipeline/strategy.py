@@ -72,8 +72,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             names, one after another. ``None``: the LightningModule's ``pipeline_layers()``, or else its only attribute
             of a usual name. Where nothing can be divided, each device trains the whole model on its part of the batch.
         micro_batch_size: samples that go through a pipeline at a time; ``None``: the planner chooses for each group.
-        cluster: devices and links: a description as in ``conf/hetero/cluster``, the path of a YAML file with one or of a
-            trace that `HeteroTrace` wrote in an earlier run, a `Cluster`, or ``"probe"``; ``None``: an emulation's
+        cluster: devices and links: a description as in ``conf/hetero/cluster``, the path of a YAML file with one or of
+            a trace that `HeteroTrace` wrote in an earlier run, a `Cluster`, or ``"probe"``; ``None``: an emulation's
             devices where one is in force, else probed.
         profile: costs of the layers, instead of measuring them when training starts: a `ModelCost`, or as plain values.
         plan: which rank holds what, instead of planning: a `PipelinePlan`, or as plain values.

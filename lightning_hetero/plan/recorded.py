@@ -10,22 +10,25 @@ from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.record.costs import costs_of
-from lightning_hetero.record.ledger import ledger_of
+from lightning_hetero.record.ledger import RunLedger, ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.types import Cluster, Device, Link
 
 
-def setup_from_run(run: RecordedRun, *, global_batch: int | None = None) -> Setup:
+def setup_from_run(
+    run: RecordedRun, *, global_batch: int | None = None, ledger: RunLedger | None = None
+) -> Setup:
     """Returns the set-up of a recorded run, with links that cost what its exchange of gradients did.
 
     Args:
         run: see `lightning_hetero.record.run.run_of`.
         global_batch: samples per update; None: those of a full batch, as recorded.
+        ledger: the run's; None: it is made here.
 
     Raises:
         ValueError: the trace tells of no plan and of no step that all ranks have measured, or a rank has never worked.
     """
-    ledger = ledger_of(run)
+    ledger = ledger or ledger_of(run)
     batch = global_batch or ledger.batch
     if run.plan.get("profile") is not None and batch:
         model = model_from_plain(run.plan["profile"])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from lightning_hetero.record.ledger import Ledger
+from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RunStep
 from lightning_hetero.types import AffineCost, SpeedSample
 
@@ -48,7 +48,7 @@ class RecordedCosts:
         return RecordedCosts(lines=lines, slowness=slowness, rest_s=self.rest_s)
 
 
-def costs_of(ledger: Ledger) -> RecordedCosts:
+def costs_of(ledger: RunLedger) -> RecordedCosts:
     """Returns what steps of a run cost.
 
     Raises:

@@ -74,7 +74,7 @@ class RankFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
+class RunLedger:
     """What a run came to. What is not known is NaN, and `problem` says why.
 
     Attributes:
@@ -157,8 +157,7 @@ class Ledger:
     @property
     def too_few(self) -> str:
         """In words, that the run is too short to compare; empty: it is not."""
-        many = f"{self.steps} step{'' if self.steps == 1 else 's'}"
-        return f"{many}: too few to compare, at least {FEW} are needed" if self.steps < FEW else ""
+        return too_few(self.steps)
 
     @property
     def figures(self) -> list[RankFigures]:
@@ -181,6 +180,12 @@ class Ledger:
             exchange_s=spent.exchange_s / count,
             wait_s=spent.idle_s / count,
         )
+
+
+def too_few(steps: int) -> str:
+    """Returns in words that these steps are too few to compare anything; empty: they are not."""
+    many = f"{steps} step{'' if steps == 1 else 's'}"
+    return f"{many}: too few to compare, at least {FEW} are needed" if steps < FEW else ""
 
 
 def total_of(parts: Iterable[Spent]) -> Spent:
@@ -231,14 +236,14 @@ def spent_together(
 
 
 def waited_in(spent: Iterable[Mapping[int, Spent]]) -> float:
-    """Returns the part of the ranks' time in steps that is waiting, as `Ledger.waited`; NaN if nothing was measured."""
+    """Returns the part of the time of ranks in steps that is waiting, see `RunLedger.waited`; NaN: not measured."""
     total = total_of(own for step in spent for own in step.values())
     return total.idle_s / total.total_s if total.compute_s > 0.0 else math.nan
 
 
 def idle_in(records: Sequence[SpeedSample]) -> float:
-    """Returns the part of the ranks' time that is not their own work, as `Ledger.idle`, of ranks that do not end a step
-    together, or have bubbles; NaN if nothing was measured."""
+    """Returns the part of the ranks' time that is not their own work, as `RunLedger.idle`, of ranks that do not end a
+    step together, or have bubbles; NaN if nothing was measured."""
     work_s, wait_s = math.fsum(r.compute_s for r in records), math.fsum(r.wait_s for r in records)
     return wait_s / (work_s + wait_s) if work_s > 0.0 else math.nan
 
@@ -262,7 +267,7 @@ def spent_in(run: RecordedRun, steps: Iterable[RunStep]) -> Iterator[dict[int, S
 
 
 class Tally:
-    """Adds up steps as they come, for a `Ledger`.
+    """Adds up steps as they come, for a `RunLedger`.
 
     Args:
         ranks: number of them.
@@ -286,7 +291,7 @@ class Tally:
         self._last.append((step, spent))
         return waited_s
 
-    def ledger(self, run: RecordedRun | None = None, **more: Any) -> Ledger:
+    def ledger(self, run: RecordedRun | None = None, **more: Any) -> RunLedger:
         """Returns what was added up; ``run``: that it is of, where its ranks do not end a step together."""
         usual = {number for number, _ in self._batches.most_common(1)}
         tags = {(step.epoch, step.index) for step, _ in self._last if round(step.samples) in usual}
@@ -295,10 +300,11 @@ class Tally:
             tags = {(run.steps[n].epoch, run.steps[n].index) for n in run.full}
         last = list(enumerate(self._last, self._steps - len(self._last)))
         full = [(n, *one) for n, one in last if (one[0].epoch, one[0].index) in tags]
+        full = [one for one in full if one[1].groups == full[-1][1].groups]  # under the last plan
         half = [one for one in full if 2 * one[0] >= self._steps - 1] or full[-1:]
         recent = [one for one in full if one[0] >= max(_WARM_UP, self._steps // 10)] or half
         steps = [step for _, step, _ in half]
-        return Ledger(
+        return RunLedger(
             ranks=dict(self._ranks), caused_s=dict(self._caused_s), steps=self._steps, meets=meets,
             steady=tuple(steps), spent=tuple(spent for _, _, spent in half),
             recent=tuple(step for _, step, _ in recent),
@@ -317,7 +323,7 @@ def samples_in(run: RecordedRun, batches: int) -> tuple[int, int]:
     return round(fmean(step.samples for step in run.steps) * batches) - wasted, wasted
 
 
-def ledger_of(run: RecordedRun) -> Ledger:
+def ledger_of(run: RecordedRun) -> RunLedger:
     """Returns a recorded run's ledger."""
     steps = run.complete if run.meets else list(run.steps)
     tally = Tally(run.ranks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.costs import model_from_plain, times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, Timeline, modelled
+from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
@@ -46,7 +47,6 @@ class PipelineFacts:
     Attributes:
         plan, cluster, model: what it was planned from; no model where layers were not measured.
         stages: of each group.
-        since: number of the first step under it.
         measured_s: a batch [s].
     """
 
@@ -54,7 +54,6 @@ class PipelineFacts:
     cluster: Cluster
     model: ModelCost | None
     stages: tuple[tuple[PlannedStage, ...], ...]
-    since: int
     measured_s: float
 
     @property
@@ -77,28 +76,24 @@ def bubble(schedule: Timeline) -> float:
     return 1.0 - math.fsum(schedule.busy_s()) / (len(schedule.devices) * schedule.makespan_s)
 
 
-def pipeline_of(run: RecordedRun) -> PipelineFacts | None:
+def pipeline_of(run: RecordedRun, ledger: RunLedger) -> PipelineFacts | None:
     """Returns the last plan and how it went; None for runs of other engines."""
     if not run.plan:
         return None
     plan, cluster = plan_from_plain(run.plans[-1]), cluster_from_plain(run.plan["cluster"])
     profile = run.plan.get("profile")
     model = None if profile is None else model_from_plain(profile)
-    since = max((change.step for change in run.changes if change.plan and not change.cancelled), default=0)
-    steps = run.steps[since:] or run.steps
     planned_s = work_s(plan, model, cluster, ranks=run.ranks)
-    total_s = math.fsum(step.step_s for step in steps)
-    turns = [turn for step in steps for turn in step.turns.items()]
+    work_of = {figures.rank: figures.compute_s for figures in ledger.figures}
 
     def stage(group: GroupPlan, at: int) -> PlannedStage:
         rank = group.ranks[at]
-        compute_s = math.fsum(turn.compute_s for other, turn in turns if other == rank)
         return PlannedStage(
             rank=rank,
             layers=(group.cuts[at], group.cuts[at + 1] - 1),
             planned_s=planned_s[rank],
-            measured_s=compute_s / len(steps) if steps else math.nan,
-            idle=1.0 - compute_s / total_s if total_s > 0 else math.nan,
+            measured_s=work_of.get(rank, math.nan),
+            idle=1.0 - work_of.get(rank, math.nan) / ledger.step_s,
         )
 
     return PipelineFacts(
@@ -106,6 +101,5 @@ def pipeline_of(run: RecordedRun) -> PipelineFacts | None:
         cluster=cluster,
         model=model,
         stages=tuple(tuple(stage(group, at) for at in range(len(group.ranks))) for group in plan.groups),
-        since=since,
-        measured_s=total_s / len(steps) if steps else math.nan,
+        measured_s=ledger.step_s,
     )

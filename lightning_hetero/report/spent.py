@@ -8,19 +8,18 @@ separately. On a GPU what is between steps is given for all ranks together, beca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, median_low
 
-from lightning_hetero.record.ledger import Spent, ledger_of, spent_in, total_of
-from lightning_hetero.record.run import RecordedRun, RunStep, Turn
+from lightning_hetero.record.ledger import RunLedger
+from lightning_hetero.record.run import RecordedRun, RunStep
 
 HOT = 1.15  # times what it is compared with, from which on a rank is slow
 _LITTLE = 0.05  # of a step; less than that is no finding
 _MATTERS = 0.03  # of a step; shorter stages do not decide whether a rank is slow in everything
 _SHOWN = 0.01  # of a step; a stage that is shorter on every rank is left out
-_EARLY = 10  # the first of so many steps are left out: a run begins slowly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,50 +91,39 @@ class Outlier:
     ratio: float
 
 
-def step_stages_of(run: RecordedRun, planned_s: Sequence[float] = (), since: int = 0) -> StepStages | None:
-    """Returns the times of a run; None for one rank or without measured steps.
+def step_stages_of(run: RecordedRun, ledger: RunLedger, planned_s: Sequence[float] = ()) -> StepStages | None:
+    """Returns the times of a run in its steady state; None for one rank, or where they are not known.
 
     Args:
         run: the run.
+        ledger: its ledger.
         planned_s: of a pipeline, whose ranks hold different layers: what each rank's work was planned to take.
-        since: number of the first step under that plan.
     """
-    if run.ranks < 2 or not run.steps:
+    if run.ranks < 2 or not ledger.figures:
         return None
-    steps = list(run.steps[since:] or run.steps)
-    steps = steps[len(steps) // _EARLY :]
-    rows = [list[Spent]() for _ in range(run.ranks)]
-    for step, spent in zip(steps, spent_in(run, steps), strict=True):
-        for rank, own in spent.items():
-            if _works(run, step.turns[rank]):
-                rows[rank].append(own)
-    means = [[total / len(own) for total in total_of(own)] if own else [math.nan] * 4 for own in rows]
-    work, exchange, idle, _ = zip(*means, strict=True)
+    worked = [f for f in ledger.figures if f.samples_per_step > 0.0 and f.compute_s > 0.0]
+    told = {f.rank: (f.compute_s, f.exchange_s, f.wait_s) for f in worked}
+    work, exchange, waiting = zip(*(told.get(rank, (math.nan,) * 3) for rank in range(run.ranks)), strict=True)
+    between = _between(run, ledger.steady, {f.rank for f in worked})
     stages = (
         StepStage(kind="work", own=True, seconds=work, expected=tuple(planned_s)),
         StepStage(kind="exchange", own=False, seconds=exchange),
-        StepStage(kind="waiting", own=False, seconds=idle),
-        StepStage(kind="between", own=run.sees_waiting, seconds=_between(run, steps)),
+        StepStage(kind="waiting", own=False, seconds=waiting),
+        StepStage(kind="between", own=run.sees_waiting, seconds=between),
     )
-    all_s = StepStages(stages=stages, steps=len(steps)).step_s
+    all_s = StepStages(stages=stages, steps=len(ledger.steady)).step_s
     shown = [s for s in stages if s.kind == "work" or max(_known(s.seconds), default=0.0) > _SHOWN * all_s]
-    ledger = ledger_of(run)
     parts = {"work": 1.0 - ledger.idle, "exchange": ledger.exchange, "waiting": ledger.waited}
-    return StepStages(stages=tuple(shown), steps=len(steps), parts={} if ledger.problem else parts)
+    return StepStages(stages=tuple(shown), steps=len(ledger.steady), parts=parts)
 
 
-def _works(run: RecordedRun, turn: Turn) -> bool:
-    """Whether a rank has worked in a step; of a pipeline only the first stage has samples."""
-    return turn.samples > 0 or (run.staged and turn.compute_s > 0.0)
-
-
-def _between(run: RecordedRun, steps: Sequence[RunStep]) -> tuple[float, ...]:
+def _between(run: RecordedRun, steps: Sequence[RunStep], ranks: Set[int]) -> tuple[float, ...]:
     """Returns by rank the median time between two steps [s]; NaN where no two steps follow one another."""
     gaps: list[list[float]] = [[] for _ in range(run.ranks)]
     for before, step in pairwise(steps):
         if (before.epoch, before.index + 1) == (step.epoch, step.index):
             for rank, turn in step.turns.items():
-                if rank in before.turns and _works(run, turn):
+                if rank in before.turns and rank in ranks:
                     own_s = turn.compute_s + turn.wait_s if run.sees_waiting or not run.meets else step.step_s
                     gaps[rank].append(turn.end_s - before.turns[rank].end_s - own_s)
     return tuple(max(0.0, median(own)) if own else math.nan for own in gaps)

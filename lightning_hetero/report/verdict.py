@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hetero.record.ledger import Ledger
+from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.scores import Scores
 from lightning_hetero.report.spent import HOT, Outlier, StepStage, StepStages, outliers_of
@@ -79,7 +79,7 @@ def as_fast(ratio: float) -> str:
     return f"{more:.{1 if more >= 1.95 else 2}f} times as {'long' if ratio < 1.0 else 'fast'}"
 
 
-def verdict_of(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Alternatives | None) -> Verdict:
+def verdict_of(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what: Alternatives | None) -> Verdict:
     """Returns the verdict on a run."""
     if ledger.problem:
         why = ledger.problem.removeprefix("not known: ")
@@ -112,7 +112,7 @@ def _gain(run: RecordedRun, what: Alternatives | None) -> float:
     return math.nan if what is None else what.engines.get("ddp", math.nan) / what.measured_s
 
 
-def _worth(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Alternatives | None) -> str:
+def _worth(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what: Alternatives | None) -> str:
     """Returns in a sentence or two what one came for."""
     name = engine_name(run.engine)
     if what is None:
@@ -137,7 +137,7 @@ def _worth(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Altern
     return f"{waited}; {other}: {as_fast(what.measured_s / best_s)}."
 
 
-def _why_not(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Alternatives) -> str:
+def _why_not(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what: Alternatives) -> str:
     """Returns why an engine gained nothing."""
     if ledger.steps < _SETTLED:
         return f"There were only {ledger.steps} steps; shares fit the devices after about {_SETTLED}."
@@ -157,7 +157,7 @@ def _why_not(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Alte
     return f"Ranks still waited {percent(ledger.waited)} of the time."
 
 
-def _cause(run: RecordedRun, ledger: Ledger, scores: Scores | None) -> str:
+def _cause(run: RecordedRun, ledger: RunLedger, scores: Scores | None) -> str:
     if _exchanges_much(ledger):
         return f"{percent(ledger.exchange)} of the time went into the exchange of gradients, which all ranks wait for."
     told = f"; {percent(ledger.exchange)} went into the exchange of gradients." if ledger.exchange > 0.005 else "."
@@ -184,7 +184,7 @@ def _cause(run: RecordedRun, ledger: Ledger, scores: Scores | None) -> str:
     return cause + told
 
 
-def _exchanges_much(ledger: Ledger) -> bool:
+def _exchanges_much(ledger: RunLedger) -> bool:
     return ledger.exchange > max(_MUCH_EXCHANGE, ledger.waited)
 
 
@@ -198,7 +198,7 @@ def begun(words: str) -> str:
     return words if words.startswith("hetero_") else words[:1].upper() + words[1:]
 
 
-def _next_step(run: RecordedRun, ledger: Ledger, scores: Scores | None, what: Alternatives | None) -> str:
+def _next_step(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what: Alternatives | None) -> str:
     best = what.best[0] if what is not None else run.engine
     if best != run.engine and best in _ENGINES:
         old = " Its gradients may be a few updates old." if best == "stale" else ""

@@ -17,7 +17,7 @@ from lightning_hetero.plan.planner import ENGINES, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import like_another, without
-from lightning_hetero.record.ledger import ledger_of
+from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
 from lightning_hetero.solvers.placement import evaluate_plan
@@ -68,17 +68,17 @@ class Alternatives:
         return (self.chosen, chosen_s) if chosen_s < 0.98 * mine_s else (self.engine, mine_s)
 
 
-def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alternatives | None:
+def alternatives_of(
+    run: RecordedRun, ledger: RunLedger, pipeline: PipelineFacts | None = None
+) -> Alternatives | None:
     """Returns what others would take; None where ranks' times do not compare, or too little was measured."""
     if pipeline is not None:
         return _of_pipeline(run, pipeline)
-    if run.ranks < 2 or run.staged or not run.steps:
+    if run.ranks < 2 or run.staged or ledger.too_few:
         return None
     try:
-        setup = setup_from_run(run)
+        setup = setup_from_run(run, ledger=ledger)
     except ValueError:  # files are missing, no full batch, or a rank has never worked
-        return None
-    if setup.series < 2:
         return None
     few = replace(setup, slowness=tuple(times[-_FEW_STEPS:] for times in setup.slowness))
     answer = plan(setup, ("ddp", "balanced", "stale"))
@@ -88,7 +88,7 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
     typical_s = [cost.seconds(each) * setup.mean_slowness(rank) for rank, cost in enumerate(setup.costs)]
     slowest_first = sorted(range(run.ranks), key=lambda rank: -typical_s[rank])
     engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
-    measured_s = ledger_of(run).step_s
+    measured_s = ledger.step_s
     if run.engine in engines:
         engines[run.engine] = measured_s
 

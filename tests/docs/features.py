@@ -26,13 +26,13 @@ precision_mixed_manual: `precision="16-mixed"` with manual optimization
 precision_true: `precision="bf16-true"`, `"64-true"`
 deterministic: `deterministic`, `benchmark`, `detect_anomaly`, `inference_mode=False`
 barebones: `barebones`
-use_distributed_sampler: `use_distributed_sampler=False`, where each rank reads different data
+use_distributed_sampler: `use_distributed_sampler=False`, where each rank reads its own data
 plugins: `plugins`: a cluster environment, a `CheckpointIO` (`AsyncCheckpointIO`)
 sync_batchnorm: `sync_batchnorm=True`, layers of SyncBatchNorm
 reload_dataloaders: `reload_dataloaders_every_n_epochs`, also with another batch size or number of samples
 enable_autolog_hparams: `enable_autolog_hparams`, `save_hyperparameters()`
-callbacks: `callbacks`: custom subclasses of `Callback`
-logger: `logger`: a custom or third-party `Logger` (`WandbLogger`, `MLFlowLogger`, `CometLogger`, `LitLogger`) is
+callbacks: `callbacks`: your own subclasses of `Callback`
+logger: `logger`: your own `Logger` or another (`WandbLogger`, `MLFlowLogger`, `CometLogger`, `LitLogger`) is
   given the same values
 profiler: `profiler`: `SimpleProfiler`, `AdvancedProfiler`, `PyTorchProfiler`
 
@@ -55,12 +55,12 @@ hooks_loaders: `train_dataloader`, `val_dataloader`, `test_dataloader`, `predict
 hooks_transfer: `on_before_batch_transfer`, `transfer_batch_to_device`, `on_after_batch_transfer`
 hooks_transfer_rows: batch transfer hooks that change how many rows a batch has
 hooks_checkpoint: `on_save_checkpoint`, `on_load_checkpoint`, `state_dict`, `load_state_dict`
-backward: a custom `backward`
+backward: your own `backward`
 batch_argument: the `batch` that `on_train_batch_start` and `on_train_batch_end` are given
 outputs_argument: the `outputs` that `on_train_batch_end` is given, besides the loss
 epoch_ended: epochs that end early or are added (`on_train_batch_start` returns -1, `trainer.should_stop`,
   `max_epochs` set in a hook)
-exceptions: exceptions of yours, which leave `trainer.fit` as they were raised; `on_exception`; Ctrl-C
+exceptions: your exceptions, which leave `trainer.fit` as they were raised; `on_exception`; Ctrl-C
 
 # Callbacks of Lightning
 ModelCheckpoint: `ModelCheckpoint` by value, by steps or by time, `save_last`, `save_weights_only`; `Checkpoint`
@@ -89,7 +89,7 @@ loggers: `CSVLogger`, `TensorBoardLogger`
 log_epoch: `self.log(..., on_epoch=True)`: the mean over all samples
 log_step: `self.log(..., on_step=True, sync_dist=True)`: the mean over the global batch
 log_anywhere: `self.log` and `self.log_dict` in any hook, and with several validation loaders
-torchmetrics: torchmetrics, `MetricCollection`, `MetricTracker`, custom metrics, `dist_sync_on_step`
+torchmetrics: torchmetrics, `MetricCollection`, `MetricTracker`, your own metrics, `dist_sync_on_step`
 metric_kept: metrics that are never reset
 all_gather_hook: `self.all_gather`, `torch.distributed` in hooks that every rank runs
 all_gather_step: `self.all_gather`, `torch.distributed` in `training_step`
@@ -109,7 +109,7 @@ closures: optimizers that call their closure several times per step (SAM)
 optimizer_norm: optimizers with a norm over all gradients (LAMB's first step)
 lbfgs: `torch.optim.LBFGS`
 zero: `ZeroRedundancyOptimizer`
-lookahead: optimizers around another one, with separate weights (Lookahead)
+lookahead: optimizers around another one, with their own weights (Lookahead)
 schedule_free: optimizers that swap the weights for evaluation
 optimizer_state: the optimizer's state is read, reset or replaced during the fit
 rates_in_hooks: learning rates, clipping and attributes of layers, set in a hook
@@ -119,7 +119,7 @@ gradients_clipped: `clip_grad_norm_` called in a hook
 gradients_of_gradients: `torch.autograd.grad` through the network in `training_step` (gradient penalties, MAML)
 
 # Models
-layers: models that are no sequence of layers
+layers: models that are not a sequence of layers
 batchnorm: BatchNorm
 frozen_norm: BatchNorm kept in evaluation mode; `torch.utils.checkpoint`
 tied: layers that share a weight
@@ -137,14 +137,14 @@ parameters_asked: devices and sizes of parameters, asked for in a hook
 
 # Data
 workers: `num_workers`, `persistent_workers`, `worker_init_fn`, `collate_fn`
-samplers: custom samplers, `WeightedRandomSampler`
-batch_sampler: a custom `batch_sampler`
-batch_kinds: batches that are dictionaries, dataclasses or custom objects
-subclasses: subclasses of DataLoader with additional arguments
+samplers: your own samplers, `WeightedRandomSampler`
+batch_sampler: your own `batch_sampler`
+batch_kinds: batches that are dictionaries, dataclasses or your own objects
+subclasses: subclasses of DataLoader with their own arguments
 time_major: batches whose first dimension is not that of the samples; lists of images
 left_out: a `collate_fn` that leaves samples out
 iterable: `IterableDataset`
-no_dataloader: train loaders that are no DataLoader
+no_dataloader: train loaders that are not a DataLoader
 train_loaders: several train loaders (`CombinedLoader`)
 dataloader_iter: `training_step(self, dataloader_iter)`
 data_state: the state of a data set or sampler, set in `on_train_epoch_start`

@@ -30,6 +30,7 @@ from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
+from lightning_hetero.record.ledger import too_few
 from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import StepReport
@@ -170,9 +171,10 @@ class BalancedRun(EngineRun[BalancedBinder]):
         equal_s = max(self.policy.predict_s(scale_shares([1] * len(shares), sum(shares))))
         if not slowest_s > 0:
             return None
+        longer = f"with equal shares the slowest rank would work {equal_s / slowest_s:.2f} times as long"
         return (
             f"hetero_balanced: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
-            f" equal shares would take {equal_s / slowest_s:.2f} times as long"
+            f" {too_few(self.trainer.global_step) or longer}"
         )
 
     # ---- one step ---------------------------------------------------------------------------------------------

@@ -32,12 +32,6 @@ def pipeline(facts: RunFacts) -> Drawn:
     if found.plan.total_s > 0:
         answer += f", planned were {milliseconds(found.plan.total_s)}"
     if known:
-        body += element("p", "Own work over what was planned for it; full colour from 1.5 on:") + charts.heat_map(
-            [f"group {i}" for i in range(len(groups))],
-            [f"stage {i}" for i in range(max(map(len, found.stages)))],
-            [[charts.ratio_cell(s.ratio, f"rank {s.rank}: {s.ratio:.2f}") for s in group] for group in found.stages],
-            label="stages compared with their plan",
-        )
         ratio, at, stage = max(known, key=lambda one: one[0])
         low = min(known, key=lambda one: one[0])[0]
         if ratio > 1.15 * low and ratio > 1.15:
@@ -46,11 +40,11 @@ def pipeline(facts: RunFacts) -> Drawn:
             answer += f". All stages take about as planned, relative to each other ({low:.2f} to {ratio:.2f} times)"
     rows = [
         [f"{i}", f"{s.rank}", f"{s.layers[0]} to {s.layers[1]}", *map(milliseconds, (s.planned_s, s.measured_s)),
-         percent(s.idle)]
+         f"{s.ratio:.2f}", percent(s.idle)]
         for i, group in enumerate(found.stages)
         for s in group
     ]  # fmt: skip
-    body += table(["group", "rank", "layers", "planned", "own work", "not working"], rows)
+    body += table(["group", "rank", "layers", "planned", "own work", "ratio", "not working"], rows)
     working = {rank for group in groups for rank in group.ranks}
     if resting := [str(rank) for rank in range(facts.run.ranks) if rank not in working]:
         answer += f". Idle: {', '.join(resting)}"

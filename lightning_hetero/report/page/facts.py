@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lightning_hetero.record.ledger import Ledger, ledger_of
+from lightning_hetero.record.ledger import RunLedger, ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
 from lightning_hetero.report.scores import Scores, scores_of
@@ -33,7 +33,7 @@ class RunFacts:
         return engine_name(self.run.engine) + (f": {self.run.name}" if named else "")
 
     @cached_property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunLedger:
         return ledger_of(self.run)
 
     @cached_property
@@ -42,17 +42,17 @@ class RunFacts:
 
     @cached_property
     def pipeline(self) -> PipelineFacts | None:
-        return pipeline_of(self.run)
+        return pipeline_of(self.run, self.ledger)
 
     @cached_property
     def times(self) -> StepStages | None:
         if self.pipeline is None or not self.run.staged:
-            return step_stages_of(self.run)
-        return step_stages_of(self.run, self.pipeline.planned_s, self.pipeline.since)
+            return step_stages_of(self.run, self.ledger)
+        return step_stages_of(self.run, self.ledger, self.pipeline.planned_s)
 
     @cached_property
     def alternatives(self) -> Alternatives | None:
-        return alternatives_of(self.run, self.pipeline)
+        return alternatives_of(self.run, self.ledger, self.pipeline)
 
     @cached_property
     def verdict(self) -> Verdict:

@@ -124,11 +124,6 @@ def spent(facts: RunFacts) -> Drawn:
     answer = f"{waited} of all ranks' time is waiting for {what}, {exchange} exchange."
     blamed, part = waiting.caused
     if blamed >= 0 and waiting.waited > 0.005:
-        caused = [(rank, waiting.caused_s[rank]) for rank in facts.ranks]
-        body += element("p", "Waiting of the others while this rank was the slowest of a step:") + charts.bars(
-            [charts.Bar(name=f"rank {rank}", parts=[("idle", s)], text=f"{s:.1f} s") for rank, s in caused],
-            label="waiting that each rank caused",
-        )
         answer += f" {percent(part)} of the waiting was for rank {blamed}."
     return answer + facts.shown, body
 
@@ -268,17 +263,6 @@ def what_if(facts: RunFacts) -> Drawn:
             answer += " No single rank holds up the others by 2 %."
     if len(what.dropped) > 1:
         taken = {"ddp": [one.ddp_s for one in what.dropped], what.compared: [one.engine_s for one in what.dropped]}
-        count = [float(len(one.ranks)) for one in what.dropped]
-        body += element("p", "The same global batch without the slowest 0, 1, 2, … devices (memory is ignored):")
-        body += charts.lines(
-            [
-                charts.Line(name=engine_name(n), kind=f"r{i}", x=count, y=[1e3 * value for value in s], dots=True)
-                for i, (n, s) in enumerate(taken.items())
-            ],
-            label="time of a batch by devices dropped",
-            x_name="devices dropped, slowest first",
-            y_name="ms per global batch",
-        )
         words = [_dropped(engine_name(name), seconds, what) for name, seconds in taken.items()]
         answer += f" {begun('; '.join(filter(None, words)))}."
     return answer, body

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from lightning_hetero.record.ledger import too_few
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.types import SpeedSample, StepReport
 
@@ -224,6 +225,8 @@ def summary(measures: Measures, ranks: int) -> str | None:
         f" {100 * numbers['stale_fraction']:.1f} % were stale, by at most {numbers['staleness_max']:.0f} versions,"
         f" {numbers['discarded_samples']:.0f} samples were wasted"
     )
+    if few := too_few(measures.counts.updates):
+        return f"{line}; {few}"
     times = [t for t, n in zip(measures.predicted_s, measures.shares, strict=True) if n and not math.isnan(t)]
     equal = [t for t in measures.equal_s if not math.isnan(t)]
     if times and equal and max(times) > 0:

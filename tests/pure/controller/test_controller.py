@@ -107,7 +107,7 @@ def test_moves_are_named_with_their_reason_gain_and_pause() -> None:
     controller = started()
     run = trained(controller, [calm(), slow(30, 4.0, 1.0, 1.0, 1.0)], 60)
     decision = run.decisions[0]
-    assert decision.reason == "rank 0 takes 4.00 times its time"
+    assert decision.reason == "rank 0 takes 4.00 times as long as before"
     assert decision.moves and decision.moved_bytes == pytest.approx(1e6 * len(decision.moves))
     assert 0.05 < decision.pause_s < 0.2 and decision.gain_s > 0.0
     check_plan(decision.plan, layers=16, ranks=4, global_batch=BATCH)

@@ -63,7 +63,7 @@ def test_one_value_of_each_quantity(run: RecordedRun) -> None:
     assert f"{percent(ledger.waited)} of all ranks' time is waiting" in words
     told = re.findall(r"([\d.]+) of ([\d.]+) device-seconds \(([\d.]+ %)\)", words)
     assert told in ([], [(f"{waited_s:.1f}", f"{total_s:.1f}", percent(ledger.waited))])
-    times = step_stages_of(run)
+    times = step_stages_of(run, ledger)
     assert times is not None
     parts = {stage.kind: times.part(stage) for stage in times.stages}
     assert parts.get("waiting", ledger.waited) == ledger.waited and parts["work"] == pytest.approx(1.0 - ledger.idle)
@@ -87,7 +87,7 @@ def test_one_value_of_each_quantity(run: RecordedRun) -> None:
 
     # what others would take: the planner, the report, the monitor
     by_plan = {one.engine: one.step_s for one in plan(setup_from_run(run), ("ddp", "balanced", "stale")).estimates}
-    alternatives = alternatives_of(run, None)
+    alternatives = alternatives_of(run, ledger)
     assert alternatives is not None and alternatives.measured_s == ledger.step_s
     assert would_take_s(costs_of(of_monitor), ledger.batch) == pytest.approx(by_plan)
     assert alternatives.engines == pytest.approx({**by_plan, run.engine: ledger.step_s})
@@ -108,7 +108,7 @@ def test_missing_files_are_a_state_and_no_zero() -> None:
     assert run.missing == (1, 2, 3) and ledger.problem == "not known: 3 of 4 ranks' files are missing"
     figures = (ledger.waited, ledger.idle, ledger.exchange, ledger.step_s, ledger.samples_per_s, ledger.total.total_s)
     assert all(map(math.isnan, figures)) and ledger.figures == [] and ledger.shares == () and ledger.batch == 0
-    assert alternatives_of(run, None) is None and samples_in(run, 20) == (0, 0)
+    assert alternatives_of(run, ledger) is None and samples_in(run, 20) == (0, 0)
     with pytest.raises(ValueError, match="3 of 4 ranks' files are missing"):
         setup_from_run(run)
     assert ledger_of(run_of([opened(0, 2), opened(1, 2)])).problem == "not known: no rank's own work was measured"
@@ -152,6 +152,7 @@ def test_what_the_stale_engine_wasted_is_counted_apart() -> None:
 def test_of_steady_times_the_end_is_told_and_a_slow_start_is_no_cost() -> None:
     """The first steps took ten times as long; balanced shares are known to cost in proportion."""
     slow, fast = [(8, 10.0, 20.0), (8, 30.0, 0.0)], [(12, 1.2, 0.0), (4, 1.2, 0.0)]
-    found = alternatives_of(run_with([slow] * 2 + [fast] * 38, engine="balanced"), None)
+    run = run_with([slow] * 2 + [fast] * 38, engine="balanced")
+    found = alternatives_of(run, ledger_of(run))
     assert found is not None and found.measured_s == pytest.approx(1.2)
     assert found.engines["ddp"] == pytest.approx(2.4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.report.pipelines import bubble, pipeline_of
 from lightning_hetero.report.what_if import alternatives_of
 from tests.pure.report.kit import pipeline_run, run_with
@@ -11,7 +12,8 @@ from tests.pure.report.kit import pipeline_run, run_with
 
 def test_one_micro_batch_leaves_each_of_two_stages_idle_for_half_the_time() -> None:
     """Forward, forward, backward, backward, 2 s each: each device works for 4 of 8 s."""
-    found = pipeline_of(pipeline_run((1.0, 1.0), [[(2, 4.0, 4.0), (0, 6.0, 2.0)]] * 3))
+    run = pipeline_run((1.0, 1.0), [[(2, 4.0, 4.0), (0, 6.0, 2.0)]] * 3)
+    found = pipeline_of(run, ledger_of(run))
     assert found is not None and (schedule := found.schedule(0)) is not None
     assert schedule.makespan_s == 8.0 and bubble(schedule) == pytest.approx(0.5)
     ((first, second),) = found.stages
@@ -23,7 +25,8 @@ def test_one_micro_batch_leaves_each_of_two_stages_idle_for_half_the_time() -> N
 def test_a_faster_device_and_plain_data_parallelism_by_the_plans_model() -> None:
     """Stage 1 is half as fast: 2 + 4 + 4 + 2 = 12 s as planned, and 24 s were measured, so all counts twice."""
     run = pipeline_run((1.0, 0.5), [[(2, 4.0, 20.0), (0, 8.0, 16.0)]] * 3)
-    found = alternatives_of(run, pipeline_of(run))
+    ledger = ledger_of(run)
+    found = alternatives_of(run, ledger, pipeline_of(run, ledger))
     assert found is not None and found.measured_s == 24.0
     assert found.sped_up == {0: pytest.approx(24.0), 1: pytest.approx(16.0)}
     # A sample on each device: 4 s, and 8 s on the slow one; both samples on the fast one would be no better.
@@ -32,4 +35,5 @@ def test_a_faster_device_and_plain_data_parallelism_by_the_plans_model() -> None
 
 
 def test_other_engines_have_no_stages() -> None:
-    assert pipeline_of(run_with([[(8, 1.0, 0.0)] * 2])) is None
+    other = run_with([[(8, 1.0, 0.0)] * 2])
+    assert pipeline_of(other, ledger_of(other)) is None

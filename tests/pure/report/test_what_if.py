@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import pipeline_of
 from lightning_hetero.report.what_if import Alternatives, alternatives_of
@@ -15,7 +16,8 @@ STEPS = [[(15, 1.5, 1.6), (15, 3.0, 0.1)]] * 80
 
 
 def asked(run: RecordedRun) -> Alternatives:
-    found = alternatives_of(run, pipeline_of(run))
+    ledger = ledger_of(run)
+    found = alternatives_of(run, ledger, pipeline_of(run, ledger))
     assert found is not None
     return found
 
@@ -58,9 +60,13 @@ def test_of_global_batches_only_the_full_ones_count() -> None:
     assert found.samples == 30 and found.measured_s == pytest.approx(3.1)
 
 
+def nothing(run: RecordedRun) -> bool:
+    return alternatives_of(run, ledger_of(run)) is None
+
+
 def test_nothing_is_said_where_ranks_do_not_compare() -> None:
-    assert alternatives_of(run_with([[(8, 1.0, 0.0)]] * 9), None) is None  # one rank
+    assert nothing(run_with([[(8, 1.0, 0.0)]] * 9))  # one rank
     plan = {"plan": {"groups": [{"ranks": [0, 1], "cuts": [0, 1, 2]}]}}
     event = Event(kind="plan", rank=0, epoch=0, step=0, t_s=0.0, data=plan)
-    assert alternatives_of(run_with(STEPS, [event], engine="pipeline"), None) is None
-    assert alternatives_of(run_with([[(8, 1.0, 0.0), (8, 0.0, 1.0)]] * 9), None) is None  # a rank never worked
+    assert nothing(run_with(STEPS, [event], engine="pipeline"))
+    assert nothing(run_with([[(8, 1.0, 0.0), (8, 0.0, 1.0)]] * 9))  # a rank never worked

@@ -161,7 +161,7 @@ def refusals() -> list[list[tuple[str, str]]]:
     return run_ranks(2, refusing_job, list(CASES))
 
 
-@pytest.mark.stock_ddp("lbfgs", "balanced", refused="each rank would decide by its own loss")
+@pytest.mark.stock_ddp("lbfgs", "balanced", refused="each rank would decide from its own loss")
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_refuses_before_the_first_step(name: str) -> None:
     *_, expected, parts = CASES[name]

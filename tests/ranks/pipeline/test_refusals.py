@@ -184,7 +184,7 @@ def job(rank: int, world: int) -> dict[str, str]:
 @pytest.mark.stock_ddp("sync_batchnorm", "pipeline", refused="ranks run different layers")
 @pytest.mark.stock_ddp("dataloader_iter", "pipeline", refused="such batches cannot be divided")
 @pytest.mark.stock_ddp("train_loaders", "pipeline", refused="one batch is cut into micro-batches")
-@pytest.mark.stock_ddp("no_optimizer", "pipeline", refused="`validate`, `test` and `predict` run without")
+@pytest.mark.stock_ddp("no_optimizer", "pipeline", refused="nothing to train; `validate`, `test` and `predict` work")
 def test_modules_and_trainers() -> None:
     ranks = run_ranks(2, job, timeout_s=100.0)
     for name, (*_, reason) in REFUSED.items():

@@ -250,13 +250,13 @@ def test_batches_and_loaders_of_any_kind(engine: str) -> None:
 
 
 REFUSED = {no_loader: "of type Own cannot be divided", batch_sampler: "(batch_sampler='pool')",
-           iterated: "fetches batches by itself"}  # fmt: skip
+           iterated: "training_step(dataloader_iter)"}  # fmt: skip
 
 
 @pytest.mark.stock_ddp(
     "no_dataloader", "dataloader_iter", "stale", "pipeline", refused="such batches cannot be divided"
 )  # fmt: skip
-@pytest.mark.stock_ddp("batch_sampler", "stale", "pipeline", refused="unless you say `batch_sampler='pool'`")
+@pytest.mark.stock_ddp("batch_sampler", "stale", "pipeline", refused="needs `batch_sampler='pool'`")
 @pytest.mark.parametrize("engine", ["stale", "pipeline"])
 def test_batches_that_cannot_be_divided_are_refused(engine: str) -> None:
     for situation, words in REFUSED.items():

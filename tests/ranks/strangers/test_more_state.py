@@ -567,7 +567,7 @@ def test_data(situation: Any, engine: str) -> None:
 
 
 @pytest.mark.stock_ddp("hooks_transfer_rows", "balanced", "stale")
-@pytest.mark.stock_ddp("hooks_transfer_rows", "pipeline", refused="unless the module has `split_batch(batch, sizes)`")
+@pytest.mark.stock_ddp("hooks_transfer_rows", "pipeline", refused="the module needs `split_batch(batch, sizes)`")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("before", [True, False])
 def test_views(engine: str, before: bool) -> None:
@@ -579,7 +579,7 @@ def test_views(engine: str, before: bool) -> None:
 
 @pytest.mark.stock_ddp("iterable", "balanced")
 @pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
-@pytest.mark.stock_ddp("iterable", "pipeline", refused="unless you say `stream='shared'`")
+@pytest.mark.stock_ddp("iterable", "pipeline", refused="needs `stream='shared'`")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stream_with_a_length(engine: str) -> None:
     assert bool(right_or_refused(stream_with_a_length, engine)) == (engine != "balanced")

@@ -68,7 +68,7 @@ def test_a_state_kept_by_row_is_refused_with_the_way_out(engine: str) -> None:
     assert "strategy='hetero_balanced' as LoadBalancedStrategy(rebalance=False)" in told
 
 
-@pytest.mark.stock_ddp("row_state", "balanced", differs="say `rebalance=False`")
+@pytest.mark.stock_ddp("row_state", "balanced", differs="needs `rebalance=False`")
 def test_a_state_kept_by_row_trains_with_equal_parts() -> None:
     assert ends(state_between_batches, "balanced", True) == [8, 8]
 
@@ -122,7 +122,7 @@ def spoilt_samples(rank: int, world: int, engine: str, weighted: bool) -> dict[s
     return {"off": off, "told": everyone([str(w.message) for w in told if "leaves samples out" in str(w.message)])}
 
 
-@pytest.mark.stock_ddp("left_out", "balanced", "stale", differs="say `batch_weight`, or a warning does")
+@pytest.mark.stock_ddp("left_out", "balanced", "stale", differs="needs `batch_weight`, as a warning says")
 @pytest.mark.parametrize("engine", ["balanced", "stale"])
 def test_batches_with_fewer_rows_are_weighted_by_what_the_user_says(engine: str) -> None:
     facts = ends(spoilt_samples, engine, True)[0]

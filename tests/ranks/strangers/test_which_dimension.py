@@ -150,7 +150,7 @@ def similarities(samples: Any) -> Any:
     return torch.zeros(len(samples), len(samples))
 
 
-@pytest.mark.stock_ddp("left_out", "pipeline", refused="it would not be known how to cut a batch")
+@pytest.mark.stock_ddp("left_out", "pipeline", refused="it is unknown how to cut such a batch")
 @pytest.mark.parametrize(
     ("collate", "bad", "reason"),
     [
