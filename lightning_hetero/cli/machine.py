@@ -130,7 +130,7 @@ def _packages() -> list[Package]:
 
 
 def _gpus() -> GpuFacts:
-    """Returns the GPUs, or why there are none.
+    """Returns the GPUs, or why no GPU was found.
 
     Torch is asked nothing that takes a card's memory, of which there may be none left: what is free nvidia-smi knows.
     """

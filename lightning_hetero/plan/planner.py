@@ -82,7 +82,7 @@ class Plan:
         elif base is not None:
             ahead = f", {self.gain:.2f} times as fast as stock DDP{on}"
             text += ahead if base.ok else f"; stock DDP cannot train this: {base.reasons[0]}"
-        return f"{text}; leave out what rests: {rest}" if rest else text
+        return f"{text}; leave out the idle devices: {rest}" if rest else text
 
     def as_plain(self) -> dict[str, Any]:
         """Returns strict JSON values."""
@@ -124,7 +124,7 @@ def check_engines(engines: Sequence[str]) -> None:
     """Checks names of engines.
 
     Raises:
-        ValueError: there are none, or an unknown one.
+        ValueError: no engine, or an unknown one.
     """
     if not engines or set(engines) - set(ENGINES):
         known = ", ".join(name if name == "ddp" else f"hetero_{name}" for name in ENGINES)

@@ -52,7 +52,7 @@ def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
     """Returns what is changed, in words, and the changed set-up.
 
     Args:
-        setup: as it is.
+        setup: the present one.
         change: see the module.
 
     Raises:
@@ -92,7 +92,7 @@ def without(setup: Setup, gone: Sequence[int]) -> Setup:
 
 
 def like_another(setup: Setup, rank: int, other: int) -> Setup:
-    """Returns the set-up in which a rank's device is as another one's is, but for its links and its memory."""
+    """Returns the set-up in which a rank's device is as another one's is, except its links and its memory."""
     ranks = [other if at == rank else at for at in range(setup.ranks)]
     speeds = [setup.cluster.devices[at].speed for at in ranks]
     return setup.with_devices(tuple(ranks), override_cluster(setup.cluster, speeds=speeds))

@@ -1,4 +1,4 @@
-"""Pipelines: the schedule, its bubbles, and stages beside what was planned for them (layer P).
+"""Pipelines: the schedule, its bubbles, and stages compared with what was planned for them (layer P).
 
 All of it is the pipeline engine's own model: its plan's times, its generator of schedules.
 """
@@ -58,7 +58,7 @@ class PipelineFacts:
 
     @property
     def planned_s(self) -> list[float]:
-        """What each rank's own work was planned to take [s]; NaN: it rests, or nothing is known."""
+        """What each rank's own work was planned to take [s]; NaN: it is idle, or nothing is known."""
         known = {stage.rank: stage.planned_s for group in self.stages for stage in group}
         return [known.get(rank, math.nan) for rank in range(len(self.cluster.devices))]
 
