@@ -57,9 +57,9 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     `chosen` is the same. Nothing that the trial changes is left changed. The engine stays for the Trainer's life.
 
     Args:
-        engines: those in question, of ``"hetero_balanced"``, ``"hetero_pipeline"`` and ``"hetero_stale"``; ``None``: all.
-            The stale engine's updates are not those of one process; it is taken where it is more than 10 % faster than
-            the others.
+        engines: those in question, of ``"hetero_balanced"``, ``"hetero_pipeline"`` and ``"hetero_stale"``; ``None``:
+            all. The stale engine's updates are not those of one process; it is taken where it is more than 10 % faster
+            than the others.
         warm_up_s: aimed-at time of the steps that show how much a device's times differ [s].
         options: arguments of engines, by name, e.g. ``{"hetero_stale": {"bound": 2}}``.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
