@@ -20,12 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hetero
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
+from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from tests.docs.kit import REFERENCE
 from tests.ranks.harness import RankEnvironment, run_ranks
 
