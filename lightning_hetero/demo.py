@@ -174,9 +174,7 @@ class TopicsText(_TensorData):
         max_train_windows: use only the first so many training windows; None for all.
     """
 
-    def __init__(
-        self, *, batch_size: int = 8, block_size: int = 64, max_train_windows: int | None = None
-    ) -> None:
+    def __init__(self, *, batch_size: int = 8, block_size: int = 64, max_train_windows: int | None = None) -> None:
         super().__init__(batch_size)
         self.block_size, self.max_train_windows = block_size, max_train_windows
 

@@ -104,7 +104,7 @@ def main() -> None:
             bad = {t: f"{o['outcome']}: {o.get('cause', '')}" for t, o in outcomes.items() if o["outcome"] != "passed"}
             raw["not passed"][name] = bad
             notes += [f"## {name}: not passed\n\n" + "\n".join(f"- `{t}`: {why}" for t, why in sorted(bad.items()))]
-    title = "Lightning's own tests with our class in the place of DDPStrategy"
+    title = "Lightning's own tests with our class instead of DDPStrategy"
     write_results(HERE, title=title, figures=figures, raw=raw, notes="\n\n".join(notes))
 
 

@@ -10,14 +10,7 @@ from itertools import accumulate
 from typing import Literal
 
 from benchmarks.stale.policies import Backup, Buffered, Drop
-from lightning_hetero.stale.decide.policy import (
-    Asp,
-    Bsp,
-    Flexible,
-    Policy,
-    Saps,
-    Ssp,
-)
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy, Saps, Ssp
 
 SERVER = -1
 """The server, among the victims of a fault."""

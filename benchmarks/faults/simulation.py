@@ -14,14 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.faults.audit import Audit
-from benchmarks.faults.cases import (
-    LIVENESS_S,
-    PATIENCE_S,
-    SERVER,
-    Case,
-    Fault,
-    Point,
-)
+from benchmarks.faults.cases import LIVENESS_S, PATIENCE_S, SERVER, Case, Fault, Point
 from benchmarks.faults.played import GROUP_TIMEOUT_S, ProcessGroup, played
 from benchmarks.faults.ranks import Lobby, Rank, model_of
 from benchmarks.faults.wires import Delays, MemoryListener, Store, Wires

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.joint.simulated.traces import (
-    Trace,
-    degraded_links,
-    diurnal_load,
-    markov_speeds,
-    merged,
-)
+from benchmarks.joint.simulated.traces import Trace, degraded_links, diurnal_load, markov_speeds, merged
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 
 LAYERS, SAMPLES = 48, 128

@@ -174,7 +174,7 @@ def main() -> None:
     notes += [table("the same, of narx with", {k: errors[k] for k in VARIANTS}, known), table("time", loops)]
     write_results(
         args.out,
-        title="NARX: a network that is told the host's load",
+        title="NARX: a network that knows the host's load",
         figures=[*figures_of(errors, loops, cost_us)],
         raw={"error": errors, "time": loops, "us": cost_us},
         notes="\n\n".join(notes),

@@ -23,12 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.figures import (
-    case_figures,
-    overhead_figures,
-    tables,
-    trained_figures,
-)
+from benchmarks.pipeline.figures import case_figures, overhead_figures, tables, trained_figures
 from benchmarks.pipeline.models import costs_of
 from benchmarks.pipeline.plans import exhaustive
 from benchmarks.pipeline.scenarios import Case, cases

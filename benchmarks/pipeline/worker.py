@@ -19,15 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.pipeline import training
 from benchmarks.pipeline.models import costs_of
-from benchmarks.pipeline.plans import (
-    OURS,
-    STOCK,
-    Entry,
-    chain_entry,
-    even_entries,
-    fits_whole,
-    our_entry,
-)
+from benchmarks.pipeline.plans import OURS, STOCK, Entry, chain_entry, even_entries, fits_whole, our_entry
 from benchmarks.pipeline.scenarios import Case, cases
 from benchmarks.pipeline.stalls import Collections, Sleeper
 from benchmarks.pipeline.walk import Timed, Walk, run_stock, timed

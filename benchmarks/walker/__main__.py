@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
     args = parser.parse_args()
     raw = launch(4, 1 if args.quick else args.repeats, 3, 3, "overhead")["overhead"]
-    title = "The pipeline engine's walker beside torch.distributed.pipelining"
+    title = "The pipeline engine's walker compared with torch.distributed.pipelining"
     notes = NOTES + overhead_table(raw)
     write_results(args.out, title=title, figures=overhead_figures(raw), raw=raw, notes=notes)
 

@@ -57,10 +57,11 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     `chosen` is the same. Nothing that the trial changes is left changed. The engine stays for the Trainer's life.
 
     Args:
-        engines: those in question, of ``"balanced"``, ``"pipeline"`` and ``"stale"``; ``None``: all. The stale engine's
-            updates are not those of one process; it is taken where it is more than 10 % faster than the others.
+        engines: those in question, of ``"hetero_balanced"``, ``"hetero_pipeline"`` and ``"hetero_stale"``; ``None``:
+            all. The stale engine's updates are not those of one process; it is taken where it is more than 10 % faster
+            than the others.
         warm_up_s: aimed-at time of the steps that show how much a device's times differ [s].
-        options: arguments of engines, by name, e.g. ``{"stale": {"bound": 2}}``.
+        options: arguments of engines, by name, e.g. ``{"hetero_stale": {"bound": 2}}``.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
@@ -83,9 +84,9 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     def __init__(
         self,
         *,
-        engines: Sequence[ChosenName] | None = None,
+        engines: Sequence[str] | None = None,
         warm_up_s: float = 1.0,
-        options: Mapping[ChosenName, Mapping[str, Any]] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
@@ -94,15 +95,16 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
         )  # fmt: skip
-        given = ENGINES if engines is None else engines
-        names: list[Any] = [given] if isinstance(given, str) else list(given)
+        asked: Sequence[str] = ENGINES if engines is None else [engines] if isinstance(engines, str) else engines
+        names: list[Any] = [name.removeprefix("hetero_") for name in asked]
+        of = {name.removeprefix("hetero_"): dict(given) for name, given in (options or {}).items()}
         if not names or set(names) - set(ENGINES):
-            raise ValueError(f"engines={engines!r} must be one or more of {', '.join(ENGINES)}")
-        if set(options or {}) - set(names):
-            raise ValueError(f"options={options!r} must be arguments by engine, of {', '.join(names)}")
+            raise ValueError(f"engines={engines!r} must be one or more of hetero_{', hetero_'.join(ENGINES)}")
+        if set(of) - set(names):
+            raise ValueError(f"options={options!r} must be arguments by engine, of hetero_{', hetero_'.join(names)}")
         self.engines: tuple[ChosenName, ...] = tuple(name for name in ENGINES if name in names)
         self.warm_up_s = real("warm_up_s", warm_up_s, above=True, most=60.0)
-        self.options = {name: dict(given) for name, given in (options or {}).items()}
+        self.options = of
         self.choice: Choice | None = None
         of_all = {name: getattr(self.shared, name) for name in SharedSettings.__slots__}
         self._given: dict[str, Any] = {**of_all, "monitor": monitor, "accelerator": accelerator, **ddp}

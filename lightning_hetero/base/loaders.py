@@ -208,9 +208,7 @@ class PartBinder(LoaderBinder[Bound]):
         )  # fmt: skip
         return self._add(bound)
 
-    def _read_stream(
-        self, bound: Bound, loader: DataLoader, mode: StreamMode, *, least: int = 1
-    ) -> DataLoader:
+    def _read_stream(self, bound: Bound, loader: DataLoader, mode: StreamMode, *, least: int = 1) -> DataLoader:
         """Makes the copy of a loader of an iterable dataset, see `RebatchedStream`."""
         stream = RebatchedStream(
             loader=loader, mode=mode, rank=self._channel.rank, world_size=self._channel.world_size,

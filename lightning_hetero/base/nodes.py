@@ -46,9 +46,7 @@ class Launch:
     problem: str = ""
 
 
-def launch_of(
-    environment: ClusterEnvironment | None, environ: Mapping[str, str] = os.environ
-) -> Launch | None:
+def launch_of(environment: ClusterEnvironment | None, environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Returns what the launcher says; None if Lightning's own ``devices x num_nodes`` holds.
 
     Args:
@@ -66,15 +64,11 @@ def _torchrun(environ: Mapping[str, str]) -> Launch | None:
     if "LOCAL_WORLD_SIZE" not in environ or "GROUP_WORLD_SIZE" not in environ:
         return None
     local, nodes = int(environ["LOCAL_WORLD_SIZE"]), int(environ["GROUP_WORLD_SIZE"])
-    return Launch(
-        launcher="torchrun", local=local, nodes=nodes, even=local * nodes == int(environ["WORLD_SIZE"])
-    )
+    return Launch(launcher="torchrun", local=local, nodes=nodes, even=local * nodes == int(environ["WORLD_SIZE"]))
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    counts = tasks_per_node(
-        environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    )
+    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
     if not counts or environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):  # shells, which start no tasks
         return None
     tasks, task, node = (int(environ.get(f"SLURM_{name}", 0)) for name in ("NTASKS", "PROCID", "NODEID"))
@@ -93,9 +87,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
         return None
     local, problem = counts[node], ""
     if here not in (None, local):
-        problem = (
-            f"SLURM has {local} tasks for this node, but {here} started here: start the script with srun"
-        )
+        problem = f"SLURM has {local} tasks for this node, but {here} started here: start the script with srun"
     return Launch(launcher="SLURM", local=local, nodes=len(counts), even=False, binds=True, problem=problem)
 
 

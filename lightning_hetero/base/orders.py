@@ -10,13 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.data.loader import (
-    IndivisibleError,
-    LoaderSpec,
-    base_sampler,
-    batch_source,
-    inspect_loader,
-)
+from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, base_sampler, batch_source, inspect_loader
 from lightning_hetero.data.order import Channel, ContinuedOrder, EpochOrder, SamplerOrder, ShuffledOrder
 from lightning_hetero.data.pooled import PooledBatches, PooledRanks
 from lightning_hetero.data.samplers import splits_by_rank

@@ -18,7 +18,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def never_raises(method: Method) -> Method:
-    """Lets a method of an observer go wrong: that is told once, with its traceback, and the method returns None.
+    """Lets a method of an observer go wrong: that is reported once, with its traceback, and the method returns None.
 
     Such methods of this observer are not called again until `watch_again`. Not for what other ranks wait for. A
     ``RuntimeError`` or ``ConnectionError`` passes: with these torch and the engines say that a rank or device is lost.

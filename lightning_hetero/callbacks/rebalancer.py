@@ -12,7 +12,7 @@ class BatchRebalancer(Callback):
     """Holds the policy that re-sizes batches; without one among the Trainer's callbacks the strategy makes its own.
 
     Give your own to replace the policy, or switch off the one in charge (``trainer.strategy.rebalancer``) at any time,
-    on all ranks alike, with ``enabled = False``: shares then stay as they are.
+    on all ranks, with ``enabled = False``: shares then stay unchanged.
 
     Args:
         policy: what decides the shares; ``None``: the strategy's.

@@ -43,12 +43,12 @@ class Reporting(EventSource):
     @property
     def meets(self) -> bool:
         """Whether all ranks end a step together and each holds the whole model, so that what they wait for one another
-        can be told from all else that is no work."""
+        can be separated from all else that is no work."""
         return True
 
     def take_reports(self) -> list[StepReport] | None:
         """Returns and forgets reports of steps since the last call, in which ranks' seconds per item can be compared;
-        empty: there are none, or they cannot be. ``None``: `step_report` is all there is, and they can."""
+        empty: no reports, or they cannot be. ``None``: `step_report` is all there is, and they can."""
         return None
 
     def engine_metrics(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Reporting(EventSource):
         return {}
 
     def emulate(self, scenario: Scenario) -> bool:
-        """Asked by a `ThrottleCallback` when set-up begins: whether the strategy sleeps for the scenario by itself."""
+        """Asked by a `ThrottleCallback` when set-up begins: whether the strategy itself sleeps for the scenario."""
         return False
 
 

@@ -4,7 +4,7 @@ Lightning's handler does both wherever the signal finds the program. Where ranks
 on its way through layers that ranks hold in parts, that waits for the end of a batch.
 
     `RequeueByOne`      the lowest rank saves, as the others' state is not on them, and waits for no other rank
-    `RequeueTogether`   rank 0's signal is told to all with a batch, and all save at the end of that one
+    `RequeueTogether`   rank 0's signal reaches all with a batch, and all save at the end of that one
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StragglerMonitor(Callback, EventSource):
     ``score`` (speed relative to the fastest rank), ``straggler`` (1, or of a rank found to be slow its seconds per item
     over the others'), and over the ranks ``max`` and ``min``; ``hetero/imbalance`` is the slowest rank's work over the
     mean (1.0 = balanced), ``hetero/waiting`` the part of the ranks' time that is waiting, or,
-    where waiting cannot be told from the rest, ``hetero/idle`` the part that is not own work.
+    where waiting cannot be separated from the rest, ``hetero/idle`` the part that is not own work.
 
     A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
     seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
@@ -47,7 +47,7 @@ class StragglerMonitor(Callback, EventSource):
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.
 
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
-    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells what each rank
+    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line says what each rank
     did. With stock DDP the monitor times its own rank and tells rank 0 of its steps every ``every_n_steps``, though not
     more often than every fifth step, to look for stragglers; no rank waits for it. It shows means once per epoch, and
     tells at the end how long ranks waited and what each engine would give, see `lightning_hetero.record.ledger`.
@@ -60,7 +60,7 @@ class StragglerMonitor(Callback, EventSource):
             e.g. ``hetero/imbalance`` and ``hetero/waiting``.
         batch_cost: under stock DDP, the work of this rank's batch, padding included, e.g. its tokens, where samples
             differ in it. Default: a method ``batch_cost`` of the module, else ``batch_weight``, else samples count. An
-            engine of this package counts by itself, see `LoadBalancedStrategy`.
+            engine of this package does its own counting, see `LoadBalancedStrategy`.
 
     Raises:
         ValueError: ``every_n_steps`` < 1.
@@ -92,7 +92,7 @@ class StragglerMonitor(Callback, EventSource):
         if strategy is not None and self.batch_cost is not None:
             rank_zero_warn(
                 "StragglerMonitor(batch_cost=...) has no effect under a strategy of lightning_hetero, which measures"
-                " by itself: give it to LoadBalancedStrategy, or drop it"
+                " its own times: give it to LoadBalancedStrategy, or drop it"
             )
         self._strategy = strategy if trainer.is_global_zero else None
 
@@ -231,7 +231,7 @@ class StragglerMonitor(Callback, EventSource):
             self._own.probe.detach()
 
     def step_events(self) -> list[Event]:
-        """Returns and forgets this rank's step events; only with a strategy that has none of its own."""
+        """Returns and forgets this rank's step events; only with a strategy that has no step events."""
         return self._own.take_events() if self._own is not None else []
 
     def _report(self, trainer: Trainer, strategy: Reporting) -> bool:
@@ -294,7 +294,7 @@ class _OwnTiming:
         tally: of rank 0, all ranks' steps of the fit.
         rows, spent: of rank 0, sums over the epoch's steps so far: by rank 1 and what `take_steps` tells; of all ranks
             what their time went into.
-        epoch: of the steps that are told next, see `take_steps`.
+        epoch: of the steps that are sent next, see `take_steps`.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: BatchCost | None) -> None:

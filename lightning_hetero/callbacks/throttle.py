@@ -61,7 +61,7 @@ class ThrottleCallback(Callback):
         self._counted = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A strategy whose ranks do different parts of a step sleeps by itself, see `Reporting.emulate`."""
+        """A strategy whose ranks do different parts of a step sleeps on its own, see `Reporting.emulate`."""
         if stage == "fit" and (unused := self.scenario.unused(trainer.world_size)):
             rank_zero_warn(
                 f"the emulated scenario describes more ranks than the {trainer.world_size} that train; without effect:"

@@ -32,7 +32,7 @@ class HeteroTrace(Callback):
     """Records every rank's steps, and its strategy's decisions, under ``dirpath/rank{r}.jsonl``.
 
     What is written comes from an `EventSource`: the strategy, else the first such callback of this Trainer.
-    If there is none, e.g. under stock DDP without a `StragglerMonitor`, every batch gives a ``step`` event with
+    Without one, e.g. under stock DDP without a `StragglerMonitor`, every batch gives a ``step`` event with
     ``samples`` and ``step_s``, the wall time from the batch's start to its end, waiting for peers included. An
     exception that ends the fit becomes a ``fault`` event. Rank 0 notes what the module logs, too: what has ``loss`` in
     its name every ``log_every_n_steps``, everything at the end of an epoch and of validation; and with what the run
@@ -41,7 +41,7 @@ class HeteroTrace(Callback):
 
     Each run has an id, which a checkpoint keeps: a resumed run goes on under it in the same files. Another run that
     writes into the same folder has another id, and readers take one of them. A file that cannot be written, e.g. on a
-    full disk, is told of in one warning, and training goes on without it.
+    full disk, is named in one warning, and training goes on without it.
 
     Args:
         dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without

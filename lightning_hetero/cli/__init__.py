@@ -10,7 +10,7 @@
 ``command``  how all four start: ``--version``, ``--help``, a file given as the cluster; imports no torch.
 ``loading``  modules and data by import path, and what they cost.
 ``ranks``    a short program on several ranks of this machine; one is the probe of devices and links.
-``parity``   another one: gradients of every engine beside those of one process.
+``parity``   another one: gradients of every engine compared with those of one process.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def start(name: str) -> Any:
 
 
 def _in_one_line(name: str) -> Any:
-    """Runs a command whose wrong arguments, of which Hydra says much, are told in one line."""
+    """Runs a command whose wrong arguments, of which Hydra says much, are reported in one line."""
     from hydra.errors import HydraException
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises, then

@@ -37,7 +37,7 @@ class Profile:
     Attributes:
         model: costs by layer; one layer, where they cannot be divided.
         spans: layers that must stay together.
-        batch_size: of the user's loader, per device; None: it has none.
+        batch_size: of the user's loader, per device; None: not set.
         undivided: why the layers cannot be divided; empty: they can.
     """
 

@@ -24,14 +24,7 @@ from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.parity import compare_gradients
 from lightning_hetero.cli.plan import to_paste
 from lightning_hetero.cli.ranks import probe_machine
-from lightning_hetero.doctor.facts import (
-    DeviceFacts,
-    Facts,
-    GpuFacts,
-    HostFacts,
-    ModuleFacts,
-    Package,
-)
+from lightning_hetero.doctor.facts import DeviceFacts, Facts, GpuFacts, HostFacts, ModuleFacts, Package
 from lightning_hetero.measure.device import accelerators, device_of, wheel_architectures
 from lightning_hetero.plan.planner import LEFT_OUT, plan
 from lightning_hetero.plan.setup import Setup
@@ -120,7 +113,7 @@ def _packages() -> list[Package]:
 
 
 def _gpus() -> GpuFacts:
-    """Returns the GPUs, or why there are none.
+    """Returns the GPUs, or why no GPU was found.
 
     Torch is asked nothing that takes a card's memory, of which there may be none left: what is free nvidia-smi knows.
     """

@@ -1,4 +1,4 @@
-"""Gradients of every engine on two processes beside those of one, in float64 (layer A).
+"""Gradients of every engine on two processes compared with those of one, in float64 (layer A).
 
 Ten steps of plain SGD on one and the same global batch: what the parameters have moved by is the mean gradient. The
 single process runs twice, with other random numbers: a step that draws any cannot be compared. Dropout is off, and

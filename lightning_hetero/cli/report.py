@@ -91,7 +91,7 @@ def write_report(
     trace_dir: str | Path | None = None,
     runs: Sequence[str | None] = (),
 ) -> list[Path]:
-    """Writes the report of a run and its Perfetto trace beside it, or a comparison of several; returns the paths.
+    """Writes the report of a run and its Perfetto trace next to it, or a comparison of several; returns the paths.
 
     Args:
         folders: of the runs, see `read_run`, or of a multirun, which stands for its jobs.

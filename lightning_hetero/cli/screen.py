@@ -119,7 +119,7 @@ class JobScreen(Callback):
                 lines.close()
 
     def _tell(self, error: Exception, *, shared: bool) -> None:
-        """Says why this process fails; of ranks that share a screen the first one does that has a cause of its own."""
+        """Says why this process fails; of ranks that share a screen, only the first one with its own cause does."""
         if self._told or (self.started and lost_contact(error)):
             return
         self._told, text = True, first_cause(error)

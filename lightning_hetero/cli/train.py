@@ -172,8 +172,8 @@ def run_job(cfg: DictConfig, screen: JobScreen) -> float | None:
 
 
 def report_of(cfg: DictConfig, output_dir: Path) -> Path | str:
-    """Writes the job's report into its folder; returns where, or in words why there is none: the training is over and
-    was not in vain."""
+    """Writes the job's report into its folder; returns where, or in words why not: the training is over and
+    is not lost."""
     try:
         return write_report(output_dir, trace_dir=cfg.paths.events_dir)[0]
     except Exception as error:
@@ -185,7 +185,7 @@ def check_groups(cfg: DictConfig, strategy: Any) -> None:
     """Says what was chosen and is read by nobody.
 
     Raises:
-        ValueError: a key beside the one that the command reads; with the place where it belongs.
+        ValueError: a key next to the one that the command reads; with the place where it belongs.
     """
     for group, read, of in (("emulation", "scenario", "a scenario's"), ("cluster", "spec", "a cluster's")):
         for name in sorted(set(cfg.get(group) or {}) - {read, "_target_"}):

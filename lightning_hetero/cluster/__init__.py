@@ -10,21 +10,9 @@
 What measures a cluster is in `lightning_hetero.measure`. Traces (`lightning_hetero.record`) can be read from here, too.
 """
 
-from lightning_hetero.cluster.spec import (
-    cluster_from_plain,
-    cluster_to_plain,
-    equal_cluster,
-    override_cluster,
-)
+from lightning_hetero.cluster.spec import cluster_from_plain, cluster_to_plain, equal_cluster, override_cluster
 from lightning_hetero.cluster.units import describe_cluster
-from lightning_hetero.record import (
-    SCHEMA_VERSION,
-    EventWriter,
-    TornTraceWarning,
-    read_events,
-    replay,
-    trace_path,
-)
+from lightning_hetero.record import SCHEMA_VERSION, EventWriter, TornTraceWarning, read_events, replay, trace_path
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -66,7 +66,11 @@ class _Rank:
 
     def add(self, d: float, tag: tuple[int, int]) -> bool:
         """Takes in one measurement; returns whether `named` has changed."""
-        self._learn_noise(d)
+        before, self.before = self.before, d
+        if before is not None:
+            difference = min(abs(d - before), _WIDE * self.noise)
+            self.differences = min(self.differences + 1, _MEMORY)
+            self.noise += (difference - self.noise) / self.differences
         sigma = max(self.noise * _PER_SIGMA, _LEAST_NOISE)
         # Few differences know their mean badly.
         variance = sigma * sigma * (1.0 + _TRUST / self.differences)
@@ -83,14 +87,6 @@ class _Rank:
         self.named, self.evidence, self.level = not self.named, 0.0, self.total / self.count
         return True
 
-    def _learn_noise(self, d: float) -> None:
-        before, self.before = self.before, d
-        if before is None:
-            return
-        difference = min(abs(d - before), _WIDE * self.noise)
-        self.differences = min(self.differences + 1, _MEMORY)
-        self.noise += (difference - self.noise) / self.differences
-
 
 class StragglerTest:
     """Watches all ranks' records of one fit.
@@ -101,7 +97,6 @@ class StragglerTest:
 
     def __init__(self, world_size: int) -> None:
         self._ranks = [_Rank() for _ in range(world_size)]
-        self._began = False
 
     def add(self, records: Sequence[SpeedSample], *, epoch: int, step: int) -> list[Straggler]:
         """Takes in one step's records, of ranks that were measured in it; returns the ranks that are slow from now on.
@@ -112,7 +107,6 @@ class StragglerTest:
         logs = {rank: math.log(s / n) for rank, n, s in measured if n > 0 and s > 0}
         if len(logs) < 2:
             return []
-        self._began = True
         found: list[Straggler] = []
         for rank, own in logs.items():
             state = self._ranks[rank]
@@ -126,6 +120,6 @@ class StragglerTest:
 
     def slowdowns(self) -> list[float]:
         """Returns each rank's seconds per item over the others' median if it is slow, else 1; NaN before any record."""
-        if not self._began:
+        if all(state.before is None for state in self._ranks):
             return [math.nan] * len(self._ranks)
         return [math.exp(max(0.0, state.level)) if state.named else 1.0 for state in self._ranks]

@@ -168,9 +168,7 @@ class Estimates:
                 for rank in key[1:]:
                     self._patience.pop((key[0], rank), None)
 
-    def _stage(
-        self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool
-    ) -> None:
+    def _stage(self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool) -> None:
         speed = self._cluster.devices[rank].speed
         parts = [self._seconds(self._base[k], count, samples) / speed for k in layers]
         by_layer = seen.layer_s.get(rank)

@@ -75,9 +75,7 @@ class Forms:
         groups: list[GroupPlan] = []
         for pipe, samples in zip(judged.pipes, judged.shares, strict=True):
             sizes = evened(micro_batches_of(samples, problem.cost(pipe).size(samples)))
-            groups.append(
-                GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=())
-            )
+            groups.append(GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=()))
         plan = evaluate_plan(problem.model, problem.cluster, groups, depth=self._depth)
         assert plan.ok, plan.reason
         whole = [replace(group, cuts=tuple(self.bounds[cut] for cut in group.cuts)) for group in plan.groups]

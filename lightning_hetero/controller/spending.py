@@ -92,9 +92,7 @@ class Spending:
         reference_s: T_ref; to be set to the first plan's time.
     """
 
-    def __init__(
-        self, settings: ControllerSettings, ranks: int, samples: int, planned_batches: int | None
-    ) -> None:
+    def __init__(self, settings: ControllerSettings, ranks: int, samples: int, planned_batches: int | None) -> None:
         self.budgets, self._samples = settings.budgets(), samples
         part = None if planned_batches is None else _PART * planned_batches
         least_v = 1.0 if not self.budgets else _V if part is None else min(_MOST_V, max(_LEAST_V, part))

@@ -62,9 +62,7 @@ class PooledRanks(EpochOrder):
         own = self._own_batches()
         everyone = self.channel.all_gather_object(self._mine())
         self._agreed = own, max(map(len, everyone))
-        return concatenate(
-            [batch for rank in everyone for batch in rank[t : t + 1]] for t in range(self._agreed[1])
-        )
+        return concatenate([batch for rank in everyone for batch in rank[t : t + 1]] for t in range(self._agreed[1]))
 
     def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
         with undrawn(self._source, self.seed + epoch):

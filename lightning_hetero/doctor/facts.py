@@ -33,7 +33,7 @@ class HostFacts:
         system: e.g. ``"Linux"``.
         packages: needed ones.
         cores: processors that this process may use.
-        shm_bytes, shm_free_bytes: of ``/dev/shm``; None: there is none.
+        shm_bytes, shm_free_bytes: of ``/dev/shm``; None: it does not exist.
         start_methods: of processes.
         backends: of torch.distributed that are there.
         interfaces: of the network.
@@ -91,7 +91,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """Gradients of an engine on two processes beside those of one.
+    """Gradients of an engine on two processes compared with those of one.
 
     Attributes:
         engine: its name; ``"one process"``: a second run of the single process.
@@ -112,7 +112,7 @@ class ModuleFacts:
         parity: gradients.
         verdict: of the planner; empty: it was not asked.
         engine: that it chose; empty: stock DDP, or none.
-        python: what to write in the place of one's own Trainer, for that engine.
+        python: what to write instead of the user's Trainer, for that engine.
     """
 
     parity: tuple[Parity, ...] = ()

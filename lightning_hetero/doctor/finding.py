@@ -40,8 +40,8 @@ def worst(findings: Iterable[Finding]) -> Level:
 def findings_text(findings: Sequence[Finding]) -> str:
     """Returns the findings as lines for people, in the order given.
 
-    >>> print(findings_text([warning("fork", "there is none", "use Linux")]))
-    warn  fork: there is none
+    >>> print(findings_text([warning("fork", "not available", "use Linux")]))
+    warn  fork: not available
           -> use Linux
     """
     lines: list[str] = []

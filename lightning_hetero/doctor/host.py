@@ -87,7 +87,7 @@ def _named(value: str) -> list[str]:
 
 
 def cores(facts: Facts) -> list[Finding]:
-    """Whether processes on CPUs have cores of their own."""
+    """Whether each process on CPUs has its own cores."""
     ranks, there = facts.devices_wanted or len(facts.gpus.devices) or 1, facts.host.cores
     if ranks <= there:
         return [fine("cores", f"{there} for {ranks} ranks")]

@@ -22,7 +22,7 @@ def speeds(facts: Facts) -> list[Finding]:
     check, cluster = "relative speeds", facts.cluster
     if cluster is None:
         why = facts.probe_problem or "the devices were not probed"
-        return [warning(check, why, "mend what stands above, then run the doctor again")]
+        return [warning(check, why, "fix the problems above, then run the doctor again")]
     values = [device.speed for device in cluster.devices]
     shown = ", ".join(f"rank {r} {d.speed:.2f}" for r, d in enumerate(cluster.devices[:16]))
     if max(values) <= _SPREAD * min(values):
@@ -82,7 +82,7 @@ def parity(facts: Facts) -> list[Finding]:
         advice = "it must train on one device first: run it with Trainer(devices=1)"
         return [failing("gradients", f"one process: {alone.problem}", advice)]
     if alone is not None and alone.error > _EXACT:
-        text = f"two runs of one process differ by {alone.error:.1e}: the step draws random numbers of its own"
+        text = f"two runs of one process differ by {alone.error:.1e}: the step draws random numbers"
         advice = "engines cannot be compared with it; give the module a way to switch these off"
         return [warning("gradients", text, advice)]
     return [_parity_of(one) for one in facts.module.parity if one.engine != _ALONE]

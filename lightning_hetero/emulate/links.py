@@ -34,9 +34,7 @@ class SlowClock:
     def least_s(self) -> float:
         return self._clock.least_s
 
-    def came(
-        self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True
-    ) -> None:
+    def came(self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True) -> None:
         """Takes note of a message when it has arrived over the link."""
         self._free_s = max(sent_s, self._free_s) + size_bytes / self._link.bandwidth_bytes_per_s
         there_s = self._free_s + self._link.latency_s

@@ -161,9 +161,7 @@ def as_caps(value: Any) -> tuple[int | None, ...] | None:
         raise TypeError(f"mem_samples={value!r} must be a list by rank, a mapping {{rank: samples}} or None")
     if not value or all(v is None for v in value):
         return None
-    return tuple(
-        None if v is None else whole(f"mem_samples[{i}]", v, least=1) for i, v in enumerate(value)
-    )
+    return tuple(None if v is None else whole(f"mem_samples[{i}]", v, least=1) for i, v in enumerate(value))
 
 
 def as_spells(value: Any) -> SlowSpells | None:

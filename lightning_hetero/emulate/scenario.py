@@ -114,9 +114,7 @@ class Scenario:
 
     def stall(self, rank: int, at_step: int, seconds: float) -> Scenario:
         """Returns this scenario with ``rank`` hanging for ``seconds`` as it begins ``at_step``."""
-        return replace(
-            self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="stall", stall_s=seconds))
-        )
+        return replace(self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="stall", stall_s=seconds)))
 
     def raise_at(self, rank: int, at_step: int) -> Scenario:
         """Returns this scenario with a RuntimeError in ``rank`` as it begins ``at_step``."""

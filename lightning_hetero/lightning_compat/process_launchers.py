@@ -10,23 +10,12 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.multiprocessing as mp
-from lightning.fabric.strategies.launchers.multiprocessing import (
-    _check_bad_cuda_fork,
-    _check_missing_main_guard,
-)
-from lightning.pytorch.strategies.launchers.multiprocessing import (
-    _GlobalStateSnapshot,
-    _MultiProcessingLauncher,
-)
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hetero.lightning_compat.launchers import (
-    GRACE_S,
-    LEFT_BEHIND,
-    ending_alone,
-    note_death,
-)
+from lightning_hetero.lightning_compat.launchers import GRACE_S, LEFT_BEHIND, ending_alone, note_death
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import RemoteFailureError
 from lightning_hetero.transport.sockets import process_state

@@ -40,9 +40,7 @@ class LinkProbe:
         self._staged = self._on.asynchronous and dist.get_backend(group) == "gloo"
         self._wire = torch.device("cpu") if self._staged else device
         self._most_bytes = _MOST_BYTES_ACCELERATOR if self._on.asynchronous else _MOST_BYTES
-        self._body = torch.zeros(
-            self._most_bytes, dtype=torch.uint8, device=self._wire, pin_memory=self._staged
-        )
+        self._body = torch.zeros(self._most_bytes, dtype=torch.uint8, device=self._wire, pin_memory=self._staged)
         self._own = torch.zeros_like(self._body, device=device) if self._staged else self._body
         self._byte = torch.zeros(1, dtype=torch.uint8, device=self._wire)
         self._size = torch.zeros(1, dtype=torch.int64, device=self._wire)

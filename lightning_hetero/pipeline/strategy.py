@@ -34,13 +34,7 @@ from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
-from lightning_hetero.pipeline.fit.planning import (
-    CannotDivideError,
-    Planner,
-    PlanResult,
-    carried_by,
-    read_cluster,
-)
+from lightning_hetero.pipeline.fit.planning import CannotDivideError, Planner, PlanResult, carried_by, read_cluster
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
     layers_alike,
@@ -141,15 +135,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self.backbone = backbone
         self.controller = check_controller(controller)
         self.plan_settings = PlanSettings(
-            cluster=read_cluster(cluster),
-            profile=None if profile is None else model_from_plain(profile),
-            plan=None if plan is None else plan_from_plain(plan),
-            micro_batch_size=micro_batch_size,
-            max_groups=max_groups,
-            depth=depth,
-            checkpoint_layers=checkpoint_layers,
+            cluster=read_cluster(cluster), profile=None if profile is None else model_from_plain(profile),
+            plan=None if plan is None else plan_from_plain(plan), micro_batch_size=micro_batch_size,
+            max_groups=max_groups, depth=depth, checkpoint_layers=checkpoint_layers,
             watched=isinstance(controller, LyapunovController),
-        )
+        )  # fmt: skip
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
         self._planned: PlanResult | None = None  # made when a run began, or in force when it ended

@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def idle(self) -> float:
-        """Part of all device-seconds in which a device does no work of its own, in [0, 1]."""
+        """Part of all device-seconds in which a device does no work, in [0, 1]."""
         if not self.ok or not self.work_s:
             return math.nan
         return max(0.0, 1.0 - math.fsum(self.work_s) / (len(self.work_s) * self.step_s))

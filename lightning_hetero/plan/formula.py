@@ -21,13 +21,12 @@ from typing import Any, cast
 from lightning_hetero.checked import mapping, real
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
-_NEEDED = {
-    "transformer": ("layers", "width", "window", "flops_per_s"),
-    "layers": ("layers", "params", "flops_per_sample", "flops_per_s"),
-}
-_OPTIONAL = {
-    "transformer": {"vocabulary": 0.0, "heads": 0.0},
-    "layers": {"activation_bytes_per_sample": 0.0, "output_bytes_per_sample": 0.0},
+_SIZES = {  # by kind: those that are needed, and those that may be 0
+    "transformer": (("layers", "width", "window", "flops_per_s"), ("vocabulary", "heads")),
+    "layers": (
+        ("layers", "params", "flops_per_sample", "flops_per_s"),
+        ("activation_bytes_per_sample", "output_bytes_per_sample"),
+    ),
 }
 _COMMON = {"step_s": 0.0, "bytes_per_value": 2.0, "bytes_per_param": 16.0}
 
@@ -52,9 +51,9 @@ def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
     if not isinstance(cast("object", formula), Mapping):
         raise TypeError(f"formula={formula!r} must be a mapping, e.g. {{kind: transformer, layers: 24, ...}}")
     kind = str(formula.get("kind", ""))
-    if kind not in _NEEDED:
-        raise ValueError(f"formula.kind={kind!r} must be one of {', '.join(_NEEDED)}")
-    needed, optional = _NEEDED[kind], {**_OPTIONAL[kind], **_COMMON}
+    if kind not in _SIZES:
+        raise ValueError(f"formula.kind={kind!r} must be one of {', '.join(_SIZES)}")
+    needed, optional = _SIZES[kind][0], dict.fromkeys(_SIZES[kind][1], 0.0) | _COMMON
     named = mapping(f"formula of kind={kind}", formula, ("kind", *needed, *optional), needed=needed)
     given = {n: real(f"formula.{n}", value, above=n in needed) for n, value in named.items() if n != "kind"}
     sizes = {**optional, **given}

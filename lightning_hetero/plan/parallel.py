@@ -105,6 +105,6 @@ def _too_large(setup: Setup, rank: int, share: int, most: int) -> str:
         return setup.too_small(rank)
     parts = math.ceil(share / most)
     return (
-        f"{setup.name(rank)} holds {most} samples beside the model, its equal share is {share}:"
+        f"{setup.name(rank)} holds {most} samples besides the model, its equal share is {share}:"
         f" batch_size={-(-share // parts)} with accumulate_grad_batches={parts} would fit"
     )

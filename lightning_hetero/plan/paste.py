@@ -19,7 +19,7 @@ _WIDTH = 100
 
 
 def snippet(found: Estimate, trainer: Mapping[str, Any] | None = None, **strategy: Any) -> str:
-    """Returns the Python that trains as the estimate says, with a module of one's own.
+    """Returns the Python that trains as the estimate says, with the user's module.
 
     Args:
         found: which can train.

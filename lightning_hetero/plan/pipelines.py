@@ -55,7 +55,7 @@ def pipeline(setup: Setup) -> Estimate:
 
 
 def _plan_setting(plan: PipelinePlan) -> dict[str, Any]:
-    """Returns a plan as plain values without its times; micro-batches that are alike by their size."""
+    """Returns a plan as plain values without its times; equal micro-batches by their size."""
     groups: list[dict[str, Any]] = []
     for group in plan.groups:
         size = max(group.micro_batches)

@@ -82,7 +82,7 @@ class Plan:
         elif base is not None:
             ahead = f", {self.gain:.2f} times as fast as stock DDP{on}"
             text += ahead if base.ok else f"; stock DDP cannot train this: {base.reasons[0]}"
-        return f"{text}; leave out what rests: {rest}" if rest else text
+        return f"{text}; leave out the idle devices: {rest}" if rest else text
 
     def as_plain(self) -> dict[str, Any]:
         """Returns strict JSON values."""

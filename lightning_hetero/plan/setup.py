@@ -24,7 +24,7 @@ class Setup:
         cluster: devices and links, by rank.
         global_batch: samples of one update, of all devices together.
         model: costs by layer on a device of speed 1; None: only ``costs`` are known, and a pipeline cannot be planned.
-        costs: of a whole step, by rank, in the place of those that ``model`` and the devices' speeds give.
+        costs: of a whole step, by rank, instead of those that ``model`` and the devices' speeds give.
         exchange_s: of the gradients, when nobody comes late [s]; None: by ``model`` and the links.
         slowness: by rank, times of successive steps over what their costs say; empty: always as these say.
         spans: layers that must stay on one device, see `lightning_hetero.pipeline.decide.plans.best_plan`.
@@ -113,7 +113,7 @@ class Setup:
         return state + activations * samples
 
     def most_samples(self) -> tuple[int, ...]:
-        """Returns how many samples of a batch each rank's memory holds beside a whole replica."""
+        """Returns how many samples of a batch each rank's memory holds besides a whole replica."""
         state, activations = self._bytes()
 
         def held(left_bytes: float) -> int:

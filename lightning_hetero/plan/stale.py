@@ -28,7 +28,7 @@ def stale(setup: Setup) -> Estimate:
         if shares[rank] > most + 0.5:
             return impossible(
                 "stale",
-                f"{setup.name(rank)} holds {most} samples beside the model, its chunks have about {shares[rank]:.0f}:"
+                f"{setup.name(rank)} holds {most} samples besides the model, its chunks have about {shares[rank]:.0f}:"
                 " the server's policy knows no limits of memory",
             )
     reasons = ["nobody waits for stragglers: updates are computed on parameters that may be a few updates old"]

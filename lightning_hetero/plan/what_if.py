@@ -52,7 +52,7 @@ def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
     """Returns what is changed, in words, and the changed set-up.
 
     Args:
-        setup: as it is.
+        setup: the present one.
         change: see the module.
 
     Raises:

@@ -25,13 +25,7 @@ __all__ = ["Curve", "Ewma", "Kalman", "LastValue", "Narx", "Predictor", "Predict
 
 PredictorName: TypeAlias = Literal["kalman", "narx", "ewma", "last", "curve"]
 
-_KNOWN: dict[str, type[Predictor]] = {
-    "curve": Curve,
-    "ewma": Ewma,
-    "kalman": Kalman,
-    "last": LastValue,
-    "narx": Narx,
-}
+_KNOWN: dict[str, type[Predictor]] = {"curve": Curve, "ewma": Ewma, "kalman": Kalman, "last": LastValue, "narx": Narx}
 
 
 def by_name(name: str) -> Predictor:

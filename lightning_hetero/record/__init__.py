@@ -13,7 +13,7 @@ keys that they do not know):
               several in a batch, with version and fill_in
     passed    behind; a batch made without this rank (stale engine)
     decision  shares (samples per rank), predicted_s (step time expected of them), predicted_gain (part of a batch's
-              time), reason (in words); under a controller also kind, generation, queues, and who rests, or the plan
+              time), reason (in words); under a controller also kind, generation, queues, and who is idle, or the plan
     outcome   generation, measured_s, predicted_gain, realised_gain, of an earlier decision of a controller
     metrics   by name, what the run has logged: losses while it trains, all at the end of an epoch (rank 0)
     queue     queues: by constraint of a budget, how many batches' budget are overspent (controller; rank 0)
@@ -63,7 +63,7 @@ class EventWriter(LineFile):
 
     Opening writes the ``run`` line. An existing trace is continued. Values JSON does not know become plain
     ones: NumPy and torch scalars their number, infinities and NaN ``null``, anything else its text. A file that cannot
-    be written is told of in one warning, and nothing is raised, see `LineFile`.
+    be written is named in one warning, and nothing is raised, see `LineFile`.
 
     Args:
         path: the file; missing folders are made.

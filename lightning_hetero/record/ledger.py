@@ -200,7 +200,7 @@ def _part(seconds: float, total: Spent) -> float:
 def exchange_alone(waits_s: Sequence[float], ranks: int) -> float:
     """Returns what a rank sees of an exchange when it comes last itself [s]; 0 without steps.
 
-    If all are alike, each comes last in one of R steps: those have its shortest waits, and half of them are shorter
+    If all are equal, each comes last in one of R steps: those have its shortest waits, and half of them are shorter
     than the quantile 1 / 2R. A rank that comes last more often has it, too; of the others the least is to be taken.
 
     Args:
@@ -310,7 +310,7 @@ class Tally:
 
 
 def samples_in(run: RecordedRun, batches: int) -> tuple[int, int]:
-    """Returns the samples that a fit of so many global batches has trained on, and those computed in vain.
+    """Returns the samples that a fit of so many global batches has trained on, and those that were wasted.
 
     A trace need not hold every step, so it is the mean global batch times the batches. 0: not known.
     """

@@ -300,7 +300,7 @@ def _groups(plans: Sequence[tuple[int, Mapping[str, Any]]], number: int) -> tupl
 
 
 def _of_kind(by_rank: Mapping[int, Sequence[Event]], *kinds: str) -> list[Event]:
-    """Returns events of these kinds in order; what all ranks have noted alike is the lowest rank's."""
+    """Returns events of these kinds in order; what all ranks have noted is the lowest rank's."""
     found: dict[tuple[str, int, int, int], Event] = {}
     for rank, events in by_rank.items():
         nth = Counter[tuple[str, int, int]]()

@@ -38,7 +38,7 @@ def perfetto_of(run: RecordedRun) -> dict[str, Any]:
         for rank, turn in step.turns.items():
             own = spent[rank]
             idle_s = min(own.idle_s, turn.wait_s)  # what the host saw: not what is idle on a GPU's stream
-            waits_s = {"waiting": idle_s, "at rest": own.rest_s, "exchange": turn.wait_s - idle_s - own.rest_s}
+            waits_s = {"waiting": idle_s, "idle as planned": own.rest_s, "exchange": turn.wait_s - idle_s - own.rest_s}
             for part, name, from_s, to_s in turn.slices(waits_s):
                 counted = {} if math.isnan(part.work) else {"work": part.work}
                 told = {"epoch": step.epoch, "step": step.index, "samples": part.samples, **counted}

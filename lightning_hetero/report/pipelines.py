@@ -1,4 +1,4 @@
-"""Pipelines: the schedule, its bubbles, and stages beside what was planned for them (layer P).
+"""Pipelines: the schedule, its bubbles, and stages compared with what was planned for them (layer P).
 
 All of it is the pipeline engine's own model: its plan's times, its generator of schedules.
 """
@@ -47,7 +47,7 @@ class PipelineFacts:
     Attributes:
         plan, cluster, model: what it was planned from; no model where layers were not measured.
         stages: of each group.
-        planned_s: what each rank's own work was planned to take [s]; 0: it rests; NaN: nothing is known.
+        planned_s: what each rank's own work was planned to take [s]; 0: it is idle; NaN: nothing is known.
         measured_s: a batch [s].
     """
 

@@ -1,4 +1,4 @@
-"""Ranks that are slow per item of work, beside the others and beside themselves (layer P)."""
+"""Ranks that are slow per item of work, compared with the others and with themselves (layer P)."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Scores:
 
     @property
     def typical(self) -> list[float]:
-        """Each rank's median beside the others."""
+        """Each rank's median compared with the others."""
         return [of_known(median, row) for row in self.others]
 
     @property
     def slow_ranks(self) -> list[int]:
-        """Ranks that are slow beside the others in most windows."""
+        """Ranks that are slow compared with the others in most windows."""
         return [rank for rank, ratio in enumerate(self.typical) if ratio > HOT]
 
     @property
     def slow_windows(self) -> list[int]:
-        """Windows in which most ranks are slow beside themselves: something that all share."""
+        """Windows in which most ranks are slower than usual: something that all share."""
         columns = zip(*self.itself, strict=True)
         return [i for i, column in enumerate(columns) if of_known(median, column) > HOT]
 
     @property
     def spells(self) -> list[int]:
-        """Ranks that are slow beside themselves for a while, but not beside the others as a rule."""
+        """Ranks that are slower than usual for a while, but as a rule not slower than the others."""
         slow, shared = set(self.slow_ranks), set(self.slow_windows)
         alone = [(rank, row) for rank, row in enumerate(self.itself) if rank not in slow]
         return [rank for rank, row in alone if any(v > _SPELL and i not in shared for i, v in enumerate(row))]

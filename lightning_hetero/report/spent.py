@@ -1,8 +1,8 @@
 """The stages of a step, and the ranks that are slow in them (layer P). Waiting and exchange: `record.ledger`.
 
 The stages are own work, exchange, waiting, and *between*: from the end of the step before, less all these; the median,
-since validation may be in there once in a while. Forward and backward are not told apart, nor is loading timed by
-itself. On a GPU what is between steps is told for all ranks together, because it would be blamed on the wrong one.
+since validation may be in there once in a while. Forward and backward are not separated, nor is loading timed
+separately. On a GPU what is between steps is given for all ranks together, because it would be blamed on the wrong one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepStage:
         kind: ``work``, ``exchange``, ``waiting`` or ``between``.
         own: whether the time is the rank's own doing, so that ranks compare; the rank that waits is not the slow one.
         seconds: by rank, mean of a step [s]; NaN: the rank has not worked, or it is not known.
-        expected: by rank, what ranks should take beside one another; empty: all the same.
+        expected: by rank, what ranks should take relative to each other; empty: all the same.
     """
 
     kind: str

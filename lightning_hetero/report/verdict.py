@@ -293,7 +293,7 @@ def _shared(times: StepStages, stage: StepStage, names: Mapping[str, str]) -> st
     if stage.kind != "waiting":
         return f"all ranks {spent}"
     by_turns = names["waiting"] == "waiting" and names["exchange"] == "exchange"
-    return f"ranks {spent}" + (", by turns" if by_turns else "")
+    return f"ranks {spent}" + (", at different times" if by_turns else "")
 
 
 def _in(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The time of a batch with other engines, with a mended rank or with fewer cards, by the planner (layer P).
+"""The time of a batch with other engines, with a faster rank or with fewer cards, by the planner (layer P).
 
 The exchange and what a rank's samples cost it in each step stay as they were recorded, and all ranks can hold what they
 get. For a pipeline the model answers that it was planned from; its times are multiplied by what batches took over what
@@ -22,7 +22,7 @@ from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
 from lightning_hetero.solvers.placement import evaluate_plan
 
-_FEW_STEPS = 48  # for mended ranks and dropped cards, which ask many times
+_FEW_STEPS = 48  # for faster ranks and dropped cards, which ask many times
 _MOST_RANKS = 12  # of these
 
 
@@ -42,13 +42,13 @@ class Alternatives:
     Attributes:
         engine: of the run.
         samples: a full global batch.
-        measured_s: as it was, the mean of the last steps.
-        engines: by engine; NaN: it cannot train so.
+        measured_s: as measured, the mean of the last steps.
+        engines: by engine; NaN: it cannot train in this way.
         chosen: the engine that the planner takes of these.
-        few_s: as the run's engine would, over the fewer steps that mended ranks are asked about.
-        mended: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
+        few_s: as the run's engine would, over the fewer steps that faster ranks are asked about.
+        sped_up: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
         dropped: without the slowest 0, 1, 2, ... ranks.
-        beside: the engine that `dropped` compares with DDP.
+        compared: the engine that `dropped` compares with DDP.
     """
 
     engine: str
@@ -57,9 +57,9 @@ class Alternatives:
     engines: dict[str, float]
     chosen: str
     few_s: float
-    mended: dict[int, float]
+    sped_up: dict[int, float]
     dropped: tuple[Dropped, ...]
-    beside: str
+    compared: str
 
     @property
     def best(self) -> tuple[str, float]:
@@ -83,7 +83,7 @@ def alternatives_of(
     few = replace(setup, slowness=tuple(times[-_FEW_STEPS:] for times in setup.slowness))
     answer = plan(setup, ("ddp", "balanced", "stale"))
     engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
-    beside: EngineName = engine if engine != "ddp" else "balanced"
+    compared: EngineName = engine if engine != "ddp" else "balanced"
     slowest_first = costs_of(ledger).slowest_first(setup.global_batch)
     engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
     measured_s = ledger.step_s
@@ -94,17 +94,17 @@ def alternatives_of(
         """Of fewer steps, because it is asked often: in the ratio to the present ranks, whose time is known."""
         return engines[name] * _step_s(name, asked) / now_s[name]
 
-    def mended(rank: int) -> Setup:
+    def sped_up(rank: int) -> Setup:
         others = [other for other in slowest_first if other != rank]
         kept = (others[len(others) // 2] if at == rank else at for at in range(run.ranks))
         return few.with_devices(tuple(kept), few.cluster)  # whose speeds do not count where costs are known
 
-    now_s = {name: _step_s(name, few) for name in (engine, beside)}
+    now_s = {name: _step_s(name, few) for name in (engine, compared)}
     dropped: list[Dropped] = []
     for count in range(min(run.ranks, _MOST_RANKS)):
         gone = slowest_first[:count]
         ddp_s = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
-        engine_s = ddp_s if count == run.ranks - 1 else of_few(beside, without(few, gone))
+        engine_s = ddp_s if count == run.ranks - 1 else of_few(compared, without(few, gone))
         dropped.append(Dropped(ranks=tuple(gone), ddp_s=ddp_s, engine_s=engine_s))
     return Alternatives(
         engine=run.engine,
@@ -113,9 +113,9 @@ def alternatives_of(
         engines=engines,
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
         few_s=engines[engine],
-        mended={rank: of_few(engine, mended(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
+        sped_up={rank: of_few(engine, sped_up(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
         dropped=tuple(dropped),
-        beside=beside,
+        compared=compared,
     )
 
 
@@ -137,7 +137,7 @@ def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
         answer = plan(Setup(cluster=roomy, model=model, global_batch=samples), ("ddp", "balanced"))
         others = {one.engine: one.step_s * off for one in answer.estimates}
 
-    def mended(rank: int) -> float:
+    def sped_up(rank: int) -> float:
         faster = override_cluster(cluster, speeds=[max(speeds) if r == rank else v for r, v in enumerate(speeds)])
         return evaluate_plan(model, faster, groups).total_s * off
 
@@ -148,7 +148,7 @@ def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
         engines={**others, "pipeline": found.measured_s},
         chosen=min(others, key=lambda name: others[name], default="pipeline"),
         few_s=found.measured_s,
-        mended={rank: mended(rank) for group in groups for rank in group.ranks},
+        sped_up={rank: sped_up(rank) for group in groups for rank in group.ranks},
         dropped=(),
-        beside="pipeline",
+        compared="pipeline",
     )

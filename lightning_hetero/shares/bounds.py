@@ -142,9 +142,7 @@ def _check_numbers(name: str, value: object) -> None:
     for rank, number in enumerate(values):
         if type(number) is not int or number < 0:
             of = f" of rank {rank}" if listed else ""
-            raise ValueError(
-                f"{name}={number!r}{of} must be a whole number >= 0 (samples), or a list of one per rank"
-            )
+            raise ValueError(f"{name}={number!r}{of} must be a whole number >= 0 (samples), or a list of one per rank")
 
 
 def _check_order(low: Sequence[int], up: Sequence[int], why: str = "") -> None:

@@ -187,9 +187,7 @@ class ShareLimits:
             self.most_samples = known if len(known) == len(lower) else (None,) * len(lower)
         self._hold()
 
-    def take(
-        self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]
-    ) -> bool:
+    def take(self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]) -> bool:
         """Takes in what each rank says that it can hold; see `BalancePolicy.limit`. Returns whether that is new."""
         for rank, most in enumerate(self.most_samples):
             if most is not None and compute_s[rank] > 0 and samples[rank] <= most:

@@ -8,9 +8,7 @@ from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import SpeedSample
 
 
-def followed_s(
-    policy: BalancePolicy, seconds: Callable[[int, int, int], float], steps: int
-) -> list[float]:
+def followed_s(policy: BalancePolicy, seconds: Callable[[int, int, int], float], steps: int) -> list[float]:
     """Returns the time of the slowest rank's work in each step, while the policy decides the shares [s].
 
     Measurements are evaluated while gradients travel, so they count from the batch after the next; urgent ones at once.

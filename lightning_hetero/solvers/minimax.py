@@ -175,9 +175,7 @@ def _quantum_clash(lower: Ints, upper: Ints, low: Ints, high: Ints, total: int, 
     return f"with bounds tightened to multiples of quantum={q}, {reason}, or lower quantum" if reason else ""
 
 
-def _level_of_lines(
-    costs: Sequence[Cost], total: int, lower: Ints, upper: Ints
-) -> tuple[float, float] | None:
+def _level_of_lines(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints) -> tuple[float, float] | None:
     """Returns the deadline at which fractional shares sum to ``total`` [s], and their makespan [s].
 
     None where costs are no lines, or such that floats are too coarse for this.
@@ -221,9 +219,7 @@ def _level_of_lines(
     return level, pegged_s
 
 
-def _level(
-    costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints
-) -> tuple[float, float]:
+def _level(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints) -> tuple[float, float]:
     """Returns the same for any costs, by bisection over all floats."""
     due = [c.seconds(x) for c, x in zip(costs, lower, strict=True)]
     if not all([t >= 0.0 for t in due]):  # NaN is refused too

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.transport.awake import BEAT_S, awake_s
-from lightning_hetero.transport.base import (
-    Ask,
-    LeftBehindError,
-    Reply,
-    Request,
-    Say,
-    ServerLostError,
-    WorkerLink,
-)
+from lightning_hetero.transport.base import Ask, LeftBehindError, Reply, Request, Say, ServerLostError, WorkerLink
 from lightning_hetero.transport.memory import map_parts
 from lightning_hetero.transport.progress import work_of
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of

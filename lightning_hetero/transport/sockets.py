@@ -84,9 +84,7 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     if not hasattr(socket, "SO_PEERCRED"):
         return 0, os.getuid()
     credentials = struct.Struct("3i")
-    pid, uid, _ = credentials.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    )
+    pid, uid, _ = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return pid, uid
 
 

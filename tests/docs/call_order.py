@@ -20,12 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hetero
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
+from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from tests.docs.kit import REFERENCE
 from tests.ranks.harness import RankEnvironment, run_ranks
 
@@ -63,7 +58,7 @@ STOPS: dict[str, dict[str, str]] = {
         "stale/fit/step_loop.py:StepLoop.backward_done": "gradients are complete",
         "stale/fit/step_loop.py:StepLoop.stepped": "the user's optimizer would step: a push instead",
         "stale/runtime/work/gradient_writer.py:GradientWriter.write": "gradients go into the rank's slot",
-        "stale/runtime/work/worker.py:Worker.push": "the server is told, and answers with the next assignment",
+        "stale/runtime/work/worker.py:Worker.push": "the server gets it, and answers with the next assignment",
         "stale/fit/step_loop.py:StepLoop._top_up": "as long as it is one of the same step, that is computed, too",
         "stale/fit/global_steps.py:GlobalSteps.over": "the global step is over on this rank",
     },

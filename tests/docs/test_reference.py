@@ -17,14 +17,7 @@ from omegaconf import OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_hetero
-from lightning_hetero import (
-    AutoStrategy,
-    BalancePolicy,
-    LyapunovController,
-    Scenario,
-    StragglerMonitor,
-    predictors,
-)
+from lightning_hetero import AutoStrategy, BalancePolicy, LyapunovController, Scenario, StragglerMonitor, predictors
 from lightning_hetero.balanced import policy as balanced_policy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.callbacks.reporting import Reporting

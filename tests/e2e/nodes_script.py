@@ -8,12 +8,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
+from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 
 FOLDER = Path.cwd()
 # one pipeline from node to node, one inside the first

@@ -11,12 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
+from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 
 FOLDER = Path.cwd()
 DIES_AT = 7  # step

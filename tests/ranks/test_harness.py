@@ -15,13 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks.harness import (
-    RankEnvironment,
-    RankTimeoutError,
-    RankTracebackError,
-    run_ranks,
-    worker_pids,
-)
+from tests.ranks.harness import RankEnvironment, RankTimeoutError, RankTracebackError, run_ranks, worker_pids
 
 
 def describe(rank: int, world_size: int, factor: int) -> tuple[int, int, int, int, int]:

@@ -35,7 +35,7 @@ def right() -> None:
     BoundedStalenessStrategy(global_batch_size=64, bound=2, start_method="spawn")
     HeteroPipelineStrategy(global_batch_size=64, backbone="blocks", gradient_as_bucket_view=True)
     FederatedStrategy(global_batch_size=64, local_steps=5)
-    AutoStrategy(global_batch_size=64, engines=["balanced"])
+    AutoStrategy(global_batch_size=64, engines=["hetero_balanced"])
 
 
 def wrong() -> None:

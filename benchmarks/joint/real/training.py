@@ -18,12 +18,7 @@ from benchmarks.joint.real.courses import BALANCED, DDP, OURS, REACTING, SHARES,
 from benchmarks.pipeline.exchange import ddp_exposed_s
 from benchmarks.pipeline.models import Net, costs_of, dataset, make, parameters_of
 from benchmarks.pipeline.plans import described
-from lightning_hetero import (
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-    LyapunovController,
-    Scenario,
-)
+from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, LyapunovController, Scenario
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 

@@ -86,9 +86,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self, trainer: Trainer, channel: SideChannel, policy: BalancePolicy, shared: SharedSettings,
         settings: BalanceSettings,
     ) -> None:  # fmt: skip
-        super().__init__(
-            trainer, channel, strategy_name="LoadBalancedStrategy", shared=shared, stream=settings.stream
-        )
+        super().__init__(trainer, channel, strategy_name="LoadBalancedStrategy", shared=shared, stream=settings.stream)
         self.settings, self.policy = settings, policy
         self.controller: ShareController | None = None
         self.equal: str | None = None
@@ -131,9 +129,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             order = self.orders.continued(order)
         sizes = self._sizes_of(spec, order.global_batch_size)
         costs = self._costs_of(loader, sizes)
-        bound = _Balanced(
-            spec=spec, full=sizes.total, order=order, read_ahead=read_ahead, sizes=sizes, costs=costs
-        )
+        bound = _Balanced(spec=spec, full=sizes.total, order=order, read_ahead=read_ahead, sizes=sizes, costs=costs)
         self.orders.check_position(order.global_batch_size)
         return self._read_parts(bound, loader, least=sizes.least, costs=costs)
 

@@ -29,13 +29,7 @@ from lightning_hetero.balanced.fit.piece_logs import PieceLogs
 from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceRunner, give_up, reason_of
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
-from lightning_hetero.balanced.runtime.pieces import (
-    GradientsTaken,
-    MemoryWatch,
-    PieceGradients,
-    leaves,
-    stand_in,
-)
+from lightning_hetero.balanced.runtime.pieces import GradientsTaken, MemoryWatch, PieceGradients, leaves, stand_in
 from lightning_hetero.data.micro_batches import join_outputs
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory

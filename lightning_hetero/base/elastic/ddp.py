@@ -118,9 +118,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run]):
         assert self.cluster_environment is not None
         trainer, joining_rank = self._attached_trainer(), None
         self.set_world_ranks()
-        fits_with_others = (
-            trainer is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1
-        )
+        fits_with_others = trainer is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1
         if fits_with_others and self.can_lose_ranks() and not dist.is_initialized():
             joining_rank = JoiningRank.find(self.cluster_environment, self.global_rank)
         if joining_rank is None:

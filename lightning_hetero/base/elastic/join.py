@@ -131,9 +131,7 @@ class Invitation:
         return cls._of(**said["invitation"])
 
     @classmethod
-    def _of(
-        cls, *, checkpoint: str, members: list[int], nodes: list[Any], **said: Any
-    ) -> Invitation:
+    def _of(cls, *, checkpoint: str, members: list[int], nodes: list[Any], **said: Any) -> Invitation:
         if not os.path.isabs(checkpoint):
             raise PermissionError(f"the invitation is not believed: {checkpoint!r} is no file on this machine")
         return cls(

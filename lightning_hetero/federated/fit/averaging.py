@@ -19,13 +19,7 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, disagreement
 from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
-from lightning_hetero.federated.runtime.averaging import (
-    add_proximal_,
-    average_,
-    average_states_,
-    complete,
-    kept_states,
-)
+from lightning_hetero.federated.runtime.averaging import add_proximal_, average_, average_states_, complete, kept_states
 from lightning_hetero.transport.side_channel import SideChannel
 
 

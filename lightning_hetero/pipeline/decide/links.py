@@ -103,9 +103,7 @@ class LinkClock:
         self._busy_s = -math.inf  # when the last message had arrived
         self._took: deque[tuple[float, int]] = deque(maxlen=_KEPT)
 
-    def came(
-        self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True
-    ) -> None:
+    def came(self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True) -> None:
         """Takes note of a message.
 
         Args:

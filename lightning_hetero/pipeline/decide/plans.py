@@ -205,9 +205,7 @@ def _seconds(costs: Sequence[LayerCost], samples: float, parts: Sequence[str] = 
     return sum(getattr(cost, part).seconds(samples) for cost in costs for part in parts)
 
 
-def parts_of(
-    model: ModelCost, group: GroupPlan, rank: int, calls: int = 1
-) -> dict[tuple[Kind, int], float]:
+def parts_of(model: ModelCost, group: GroupPlan, rank: int, calls: int = 1) -> dict[tuple[Kind, int], float]:
     """Returns which part of the whole model's time each computation of a rank is, by kind and stage of the schedule.
 
     Args:

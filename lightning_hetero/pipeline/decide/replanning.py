@@ -46,17 +46,9 @@ class BatchReport:
 
     @classmethod
     def of_rank(
-        cls,
-        rank: int,
-        world: int,
-        layers: int,
-        work: tuple[float, float, float, float],
-        *,
-        rest_s: float = 0.0,
-        links: Sequence[LinkTime] = (),
-        first_layer: int = 0,
-        layer_s: Sequence[float] = (),
-    ) -> BatchReport:
+        cls, rank: int, world: int, layers: int, work: tuple[float, float, float, float], *, rest_s: float = 0.0,
+        links: Sequence[LinkTime] = (), first_layer: int = 0, layer_s: Sequence[float] = (),
+    ) -> BatchReport:  # fmt: skip
         """Returns what one rank has to tell.
 
         Args:

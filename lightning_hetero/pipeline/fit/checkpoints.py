@@ -15,12 +15,7 @@ from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.run import PipelineRun
-from lightning_hetero.pipeline.runtime.ownership.full_state import (
-    WholeState,
-    is_local,
-    load_mapped,
-    save_streamed,
-)
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState, is_local, load_mapped, save_streamed
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_together
 
 

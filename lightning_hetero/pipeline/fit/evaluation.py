@@ -219,9 +219,7 @@ class EvaluationBatches:
         """Inside, the module has the attributes of the rank whose step runs."""
         return nullcontext() if rank == self.leader else self._shadows[rank].worn()
 
-    def _body(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int
-    ) -> Callable[[], Any]:
+    def _body(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int) -> Callable[[], Any]:
         def body() -> Any:
             logged_for = None if rank == self.leader or not args else args[0]
             with acting_as(rank, name), self._logs.collecting(None, logged_for):

@@ -126,9 +126,7 @@ class PipelineBinder(PartBinder[CutLoader]):
             return self._read_stream(bound, loader, "shared")
         order = self.orders.continued(self.orders.order(loader, spec, 0))
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(
-            CutLoader(spec=spec, full=order.global_batch_size, order=order, layout=layout), loader
-        )
+        return self._read_parts(CutLoader(spec=spec, full=order.global_batch_size, order=order, layout=layout), loader)
 
     def _require_stream(self) -> None:
         if self._stream_mode is None:

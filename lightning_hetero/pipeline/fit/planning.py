@@ -109,14 +109,9 @@ class Planner:
     """
 
     def __init__(
-        self,
-        step: Rehearsal,
-        settings: PlanSettings,
-        *,
-        channel: SideChannel,
-        scenario: Scenario | None,
+        self, step: Rehearsal, settings: PlanSettings, *, channel: SideChannel, scenario: Scenario | None,
         carried: Carried,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._step, self._backbone, self._settings = step, step.backbone, settings
         self._channel, self._scenario, self._carried = channel, scenario, carried
 
@@ -208,14 +203,9 @@ class Planner:
     def _best(self, model: ModelCost, cluster: Cluster, global_batch: int) -> PipelinePlan:
         settings = self._settings
         plan = best_plan(
-            model,
-            cluster,
-            global_batch,
-            spans=tied_spans(self._step.module, self._backbone),
-            micro_batch_size=settings.micro_batch_size,
-            max_groups=settings.max_groups,
-            depth=settings.depth,
-        )
+            model, cluster, global_batch, spans=tied_spans(self._step.module, self._backbone),
+            micro_batch_size=settings.micro_batch_size, max_groups=settings.max_groups, depth=settings.depth,
+        )  # fmt: skip
         self._check_found(plan)
         whole = isinstance(self._backbone, Undivided) and settings.micro_batch_size is None
         return in_one_piece(plan, model, cluster) if whole else plan

@@ -164,9 +164,7 @@ _OUT = (
 
 
 @contextmanager
-def layers_alike(
-    backbone: Backbone, elsewhere: Callable[[], Container[int]]
-) -> Iterator[Callable[[Backbone], None]]:
+def layers_alike(backbone: Backbone, elsewhere: Callable[[], Container[int]]) -> Iterator[Callable[[Backbone], None]]:
     """Inside, code that would see or change layers on one rank only is an error where it runs.
 
     That is a forward hook on a layer, or inside of one, that returns nothing, and one that is registered in a step

@@ -21,11 +21,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.leader_step import add_hint, leader_runs
-from lightning_hetero.pipeline.runtime.measure.around_backbone import (
-    count_calls,
-    measure_outside,
-    measure_whole,
-)
+from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside, measure_whole
 from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import move_but, state_copies
@@ -70,9 +66,7 @@ class Rehearsal:
     context: Callable[[], AbstractContextManager[Any]]
 
 
-def measure_model(
-    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool
-) -> tuple[ModelCost, int]:
+def measure_model(step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool) -> tuple[ModelCost, int]:
     """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
 
     The layers stay where they are; one at a time is copied to the device. Where that does not fit with so many samples,

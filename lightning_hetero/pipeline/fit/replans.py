@@ -29,13 +29,7 @@ from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data.batches import Part
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
-from lightning_hetero.pipeline.decide.replanning import (
-    BatchReport,
-    Changeover,
-    Jumps,
-    changeover,
-    reporting_group,
-)
+from lightning_hetero.pipeline.decide.replanning import BatchReport, Changeover, Jumps, changeover, reporting_group
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError

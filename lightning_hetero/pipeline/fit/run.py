@@ -70,9 +70,7 @@ class PipelineRun(RunOnRank):
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
-    def install(
-        self, planned: PlanResult, backbone: Backbone, *, to_device: Callable[[Any], Any]
-    ) -> RankInPlan:
+    def install(self, planned: PlanResult, backbone: Backbone, *, to_device: Callable[[Any], Any]) -> RankInPlan:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
         Args:

@@ -190,9 +190,7 @@ class TrainBatches:
         except TypeError as error:
             raise TypeError(f"{error}; or use strategy='hetero_balanced', which cuts no batch") from error
 
-    def _body(
-        self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[[], Any]:
+    def _body(self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         def body() -> Any:
             acts, logs = acting_as(self._place.group_index or 0, "training_step"), self._place.logs.collecting(samples)
             with acts, logs, self._kept.step():

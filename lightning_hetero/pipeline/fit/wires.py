@@ -166,9 +166,7 @@ class Wires:
             self._pairs(plan), rank=channel.rank, backend=self._devices[channel.rank].backend,
             timeout=settings.timeout, device=settings.device,
         )  # fmt: skip
-        self.owners = OwnerGroups(
-            channel.group, backend=settings.process_group_backend, timeout=settings.gloo_timeout
-        )
+        self.owners = OwnerGroups(channel.group, backend=settings.process_group_backend, timeout=settings.gloo_timeout)
 
     def prepare(self, plan: PipelinePlan, ownership: Ownership) -> None:
         """Makes what another plan needs; collective."""

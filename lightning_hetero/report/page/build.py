@@ -35,7 +35,7 @@ _NOTES = (
     "Waiting is a rank's time in a step less its own work and the exchange. The exchange is what the rank that comes"
     " last sees of it.",
     "What if: the planner's answer for the recorded times (the balancing policy itself; ranks that never wait for the"
-    " stale engine; a pipeline's plan). Taken as they were: the exchange, and what a rank's samples cost it.",
+    " stale engine; a pipeline's plan). Assumed unchanged: the exchange, and what a rank's samples cost it.",
 )
 _PIPELINE_NOTE = (
     "For a pipeline, what-if is its plan's model, multiplied by what batches took over what the model says of the plan."

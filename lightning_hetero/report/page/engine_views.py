@@ -19,7 +19,7 @@ _KINDS = {"F": "work", "B": "r1", "H": "r2"}
 
 
 def pipeline(facts: RunFacts) -> Drawn:
-    """The schedule, its bubbles, and each stage beside its plan."""
+    """The schedule, its bubbles, and each stage compared with its plan."""
     found = facts.pipeline
     if found is None:
         return "Only hetero_pipeline divides layers among devices.", Markup()
@@ -37,7 +37,7 @@ def pipeline(facts: RunFacts) -> Drawn:
         if ratio > 1.15 * low and ratio > 1.15:
             answer += f". Group {at}, rank {stage.rank}, is off most: {ratio:.2f} times what was planned"
         else:
-            answer += f". All stages take about as planned beside one another ({low:.2f} to {ratio:.2f} times)"
+            answer += f". All stages take about as planned, relative to each other ({low:.2f} to {ratio:.2f} times)"
     rows = [
         [f"{i}", f"{s.rank}", f"{s.layers[0]} to {s.layers[1]}", *map(milliseconds, (s.planned_s, s.measured_s)),
          f"{s.ratio:.2f}", percent(s.idle)]
@@ -47,7 +47,7 @@ def pipeline(facts: RunFacts) -> Drawn:
     body += table(["group", "rank", "layers", "planned", "own work", "ratio", "not working"], rows)
     working = {rank for group in groups for rank in group.ranks}
     if resting := [str(rank) for rank in range(facts.run.ranks) if rank not in working]:
-        answer += f". At rest: {', '.join(resting)}"
+        answer += f". Idle: {', '.join(resting)}"
     return answer + ".", body
 
 

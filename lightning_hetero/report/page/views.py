@@ -1,7 +1,7 @@
 """Views of every run: each answers one question from the run's facts (layer P).
 
 A view is a function that returns its answer in a sentence and its drawing as markup; without a drawing the answer says
-why there is none.
+why nothing is drawn.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HOLDS = {
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Returns an HTML table in a box that scrolls by itself."""
+    """Returns an HTML table in a box that scrolls."""
     names = element("thead", element("tr", *(element("th", cell) for cell in head)))
     body = element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows))
     return element("div", element("table", names, body), class_="scroll")
@@ -59,7 +59,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 
 
 def timeline(facts: RunFacts) -> Drawn:
-    """Actual beside ideal, for a few steps."""
+    """Actual and ideal, for a few steps."""
     run, steps = facts.run, facts.run.complete
     if not steps:
         return "No step was made by all ranks together.", Markup()
@@ -117,7 +117,7 @@ def spent(facts: RunFacts) -> Drawn:
         tip = f"work {own.compute_s:.2f} s, exchange {own.exchange_s:.2f} s, waiting {own.idle_s:.2f} s"
         part = own.idle_s / own.total_s if own.total_s > 0 else 0.0
         rows.append(charts.Bar(name=f"rank {rank}", parts=parts, text=f"{percent(part)} waiting", tip=tip))
-    body = charts.legend([*_SPENT, ("cell", "at rest, as decided")] if waiting.total.rest_s > 0 else _SPENT)
+    body = charts.legend([*_SPENT, ("cell", "idle, as decided")] if waiting.total.rest_s > 0 else _SPENT)
     body += charts.bars(rows, label="seconds of each rank by what they went into")
     what = "a bubble of the pipeline, or a slower stage" if run.staged else "a slower rank"
     waited, exchange = percent(waiting.waited), percent(waiting.exchange)
@@ -143,7 +143,7 @@ def stages(facts: RunFacts) -> Drawn:
         [*([_stage_cell(times, stage, rank, names) for stage in times.stages] for rank in facts.ranks), last],
         label=f"time of each rank by stage of a step, in milliseconds. {answer}",
     )
-    beside = "planned, beside the others" if run.staged else "the ranks' median"
+    beside = "planned, relative to the others" if run.staged else "the ranks' median"
     body = charts.legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
     body += element("p", *(element("b", names[s.kind]) + f": {_HOLDS[s.kind]}. " for s in times.stages))
     body += element(
@@ -211,7 +211,7 @@ def curves(runs: Sequence[tuple[str, RecordedRun]]) -> Drawn:
 
 
 def scores(facts: RunFacts) -> Drawn:
-    """Ranks and time: one rank, one stretch of time, or all; beside the others and beside itself."""
+    """Ranks and time: one rank, one stretch of time, or all; compared with the others and with itself."""
     found = facts.scores
     if found is None:
         return "Stages differ in what an item costs them: see the pipeline's stages.", Markup()
@@ -223,7 +223,7 @@ def scores(facts: RunFacts) -> Drawn:
             [charts.ratio_cell(v, f"rank {r}, {at}: {v:.2f}") for at, v in zip(columns, found.others[r], strict=True)]
             for r in ranks
         ],
-        label="seconds per item of each rank over time, beside the ranks' median",
+        label="seconds per item of each rank over time, compared with the ranks' median",
         x_name="step",
     )
     words = [
@@ -253,8 +253,8 @@ def what_if(facts: RunFacts) -> Drawn:
         label="time of a batch by engine",
     )
     answer = others_text(what) or f"A global batch took {milliseconds(what.measured_s)}."
-    if what.mended and what.few_s > 0:
-        gains = {rank: max(0.0, 1.0 - step_s / what.few_s) for rank, step_s in what.mended.items()}
+    if what.sped_up and what.few_s > 0:
+        gains = {rank: max(0.0, 1.0 - step_s / what.few_s) for rank, step_s in what.sped_up.items()}
         top = max(gains, key=lambda rank: gains[rank])
         like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
         if gains[top] > 0.02:
@@ -262,7 +262,7 @@ def what_if(facts: RunFacts) -> Drawn:
         else:
             answer += " No single rank holds up the others by 2 %."
     if len(what.dropped) > 1:
-        taken = {"ddp": [one.ddp_s for one in what.dropped], what.beside: [one.engine_s for one in what.dropped]}
+        taken = {"ddp": [one.ddp_s for one in what.dropped], what.compared: [one.engine_s for one in what.dropped]}
         words = [_dropped(engine_name(name), seconds, what) for name, seconds in taken.items()]
         answer += f" {begun('; '.join(filter(None, words)))}."
     return answer, body

@@ -20,15 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetero.solvers.chain.layers import Floats, fixed_and_per_sample
-from lightning_hetero.solvers.chain.model import (
-    ROOM_SNAP,
-    Times,
-    depths,
-    fitting_periods,
-    room,
-    stage_bytes,
-    times,
-)
+from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, stage_bytes, times
 from lightning_hetero.solvers.placement.arrays import Pipe, ProblemArrays
 
 

@@ -87,9 +87,7 @@ def better_structure(
     for _ in range(rounds):
         drafts = Drafts(problem, problem.cost(best.pipes[0]).size(best.shares[0]))
         busiest = [max(range(len(p.ranks)), key=_stage_times(problem, p).__getitem__) for p in best.pipes]
-        slowest = sorted(
-            range(len(busiest)), key=lambda p: -problem.cost(best.pipes[p]).seconds(best.shares[p])
-        )
+        slowest = sorted(range(len(busiest)), key=lambda p: -problem.cost(best.pipes[p]).seconds(best.shares[p]))
         ranks = list(dict.fromkeys([*first, *(best.pipes[p].ranks[busiest[p]] for p in slowest)]))
         near = islice(borders(best.pipes, busiest, problem.n_layers), candidates // 3)
         far = neighbours(best.pipes, drafts, ranks, most_groups)
@@ -119,9 +117,7 @@ def _new(drawn: Iterable[Pipes], seen: set[Pipes]) -> Iterator[Pipes]:
             yield pipes
 
 
-def _best(
-    objective: Judges, now: Judged, structures: Iterable[Pipes], barred: Callable[[Pipes], bool]
-) -> Judged:
+def _best(objective: Judges, now: Judged, structures: Iterable[Pipes], barred: Callable[[Pipes], bool]) -> Judged:
     """Returns the best of structures and ``now``."""
     best = now
     for pipes in structures:

@@ -31,9 +31,7 @@ def level(costs: Sequence[PipeCost], samples: int) -> float:
 
 
 def _possible(costs: Sequence[PipeCost], samples: int) -> bool:
-    return len(costs) <= samples <= sum([cost.most for cost in costs]) and all(
-        [cost.most > 0 for cost in costs]
-    )
+    return len(costs) <= samples <= sum([cost.most for cost in costs]) and all([cost.most > 0 for cost in costs])
 
 
 def _level(costs: Sequence[PipeCost], samples: int) -> float:

@@ -91,9 +91,7 @@ def start_server(
         timeout: of the store; how long workers wait at a meeting for one that lives and does not come; and how long
             the server may be at one piece of work.
     """
-    listener = Listener(
-        near=near, far=far, host=host, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
-    )
+    listener = Listener(near=near, far=far, host=host, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes)
     area = torch.empty(layout.bytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
         view.copy_(tensor.detach())

@@ -10,15 +10,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from benchmarks.peers import cases, device, task
-from benchmarks.peers.cases import (
-    CLUSTERS,
-    SAMPLES,
-    WORLD,
-    Run,
-    effective_samples,
-    key,
-    parts_of,
-)
+from benchmarks.peers.cases import CLUSTERS, SAMPLES, WORLD, Run, effective_samples, key, parts_of
 from benchmarks.peers.figures import failures, figures_of, rows_of, table
 
 pytest.importorskip("sklearn")

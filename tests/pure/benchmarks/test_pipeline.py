@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.pipeline.figures import (
-    case_figures,
-    trained_figures,
-)
+from benchmarks.pipeline.figures import case_figures, trained_figures
 from benchmarks.pipeline.models import MODELS, costs_of
 from benchmarks.pipeline.plans import (
     OURS,

@@ -12,24 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.stale import simulated
-from benchmarks.stale.cases import (
-    CASES,
-    CONTENDERS,
-    COSTS,
-    FINAL_SEEDS,
-    TUNING_CASES,
-    TUNING_SEEDS,
-    JitteredWork,
-)
-from benchmarks.stale.learning import (
-    BATCH,
-    RECIPES,
-    Learner,
-    Training,
-    mlp_gradient,
-    mlp_weights,
-    synchronous,
-)
+from benchmarks.stale.cases import CASES, CONTENDERS, COSTS, FINAL_SEEDS, TUNING_CASES, TUNING_SEEDS, JitteredWork
+from benchmarks.stale.learning import BATCH, RECIPES, Learner, Training, mlp_gradient, mlp_weights, synchronous
 from benchmarks.stale.simulated import ENDS, balanced_barrier, geometric, results_of, spread
 from benchmarks.stale.simulator import Costs, simulate
 from benchmarks.stale.speeds import SimulatedSpeeds

@@ -26,13 +26,7 @@ from lightning_hetero.solvers.placement.neighbours import (
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.search import better_structure
 from lightning_hetero.types import Cluster, ModelCost
-from tests.pure.controller.kit import (
-    best_by_force,
-    cluster_of,
-    every_structure,
-    model_of,
-    structures,
-)
+from tests.pure.controller.kit import best_by_force, cluster_of, every_structure, model_of, structures
 
 SPEEDS = st.sampled_from([1.0, 0.5, 0.25])
 

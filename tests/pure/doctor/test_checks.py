@@ -10,15 +10,7 @@ import pytest
 
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.doctor import gpus, host, training
-from lightning_hetero.doctor.facts import (
-    DeviceFacts,
-    Facts,
-    GpuFacts,
-    HostFacts,
-    ModuleFacts,
-    Package,
-    Parity,
-)
+from lightning_hetero.doctor.facts import DeviceFacts, Facts, GpuFacts, HostFacts, ModuleFacts, Package, Parity
 from lightning_hetero.doctor.finding import failing, findings_text, warning, worst
 
 pytestmark = pytest.mark.pure

@@ -6,14 +6,7 @@ import json
 
 import pytest
 
-from lightning_hetero.federated.decide.policy import (
-    AdaptiveSteps,
-    FedAvg,
-    LbBsp,
-    RoundPolicy,
-    ScaledLr,
-    by_name,
-)
+from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBsp, RoundPolicy, ScaledLr, by_name
 from lightning_hetero.federated.decide.rounds import Client
 
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125)

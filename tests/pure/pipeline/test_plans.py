@@ -13,14 +13,7 @@ from lightning_hetero.cluster import equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
-from lightning_hetero.pipeline.decide.plans import (
-    best_plan,
-    check_plan,
-    describe_plan,
-    emulated,
-    resting,
-    unit_costs,
-)
+from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, describe_plan, emulated, resting, unit_costs
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain, replicas
 from lightning_hetero.types import Cluster, GroupPlan, PipelinePlan, Status

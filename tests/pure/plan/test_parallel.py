@@ -46,7 +46,7 @@ def test_memory_limits_shares_and_the_overrides_say_so() -> None:
     assert any("memory limits the share of rank 0 (fast)" in reason for reason in found.reasons)
     assert found.arguments["max_samples"] == [10, 32]
     assert not ddp(setup).ok
-    assert "rank 0 (fast) holds 10 samples beside the model, its equal share is 16" in ddp(setup).reasons[0]
+    assert "rank 0 (fast) holds 10 samples besides the model, its equal share is 16" in ddp(setup).reasons[0]
     assert "batch_size=8 with accumulate_grad_batches=2 would fit" in ddp(setup).reasons[0]
 
 

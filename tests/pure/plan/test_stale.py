@@ -38,7 +38,7 @@ def test_transfers_take_their_time_and_the_server_has_one_port() -> None:
 def test_a_chunk_that_does_not_fit_is_said() -> None:
     setup = layered([{"mem": 400}, {"speed": 0.1}], model=model(state_bytes=30.0, activation_bytes=7.0))
     found = stale(setup)
-    assert not found.ok and "rank 0" in found.reasons[0] and "holds 10 samples beside the model" in found.reasons[0]
+    assert not found.ok and "rank 0" in found.reasons[0] and "holds 10 samples besides the model" in found.reasons[0]
 
 
 def unsteady(part: float, factor: float = 8.0, seed: int = 0) -> Setup:

@@ -14,14 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.record import (
-    SCHEMA_VERSION,
-    EventWriter,
-    TornTraceWarning,
-    read_events,
-    replay,
-    trace_path,
-)
+from lightning_hetero.record import SCHEMA_VERSION, EventWriter, TornTraceWarning, read_events, replay, trace_path
 from lightning_hetero.types import Event, SpeedSample
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -39,7 +39,7 @@ def test_what_a_run_says_of_the_others_is_what_they_took(runs: dict[str, Recorde
     # Another figure of the same thing on the same page begins where it is.
     assert found.dropped[0].ddp_s == pytest.approx(found.engines["ddp"])
     other = {"ddp": "balanced"}.get(of, of)
-    assert found.beside == other and found.dropped[0].engine_s == pytest.approx(found.engines[other])
+    assert found.compared == other and found.dropped[0].engine_s == pytest.approx(found.engines[other])
 
 
 def test_the_monitor_says_the_same_as_the_report(runs: dict[str, RecordedRun]) -> None:

@@ -28,7 +28,7 @@ def test_a_faster_device_and_plain_data_parallelism_by_the_plans_model() -> None
     ledger = ledger_of(run)
     found = alternatives_of(run, ledger, pipeline_of(run, ledger))
     assert found is not None and found.measured_s == 24.0
-    assert found.mended == {0: pytest.approx(24.0), 1: pytest.approx(16.0)}
+    assert found.sped_up == {0: pytest.approx(24.0), 1: pytest.approx(16.0)}
     # A sample on each device: 4 s, and 8 s on the slow one; both samples on the fast one would be no better.
     assert found.engines["ddp"] == pytest.approx(16.0) and found.engines["balanced"] == pytest.approx(16.0)
     assert found.best == ("ddp", pytest.approx(16.0))

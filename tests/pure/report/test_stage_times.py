@@ -67,7 +67,8 @@ def test_a_stage_that_is_scaled_names_no_rank(rows: list[list[float]], factor: f
 def test_the_rank_that_waits_is_not_slow_and_little_is_no_finding() -> None:
     waits = [[1.0, 0.1, 0.0, 0.1], [1.0, 0.1, 0.9, 0.1], [1.0, 0.1, 0.9, 0.1]]
     assert outliers_of(times_with(waits)) == []
-    assert stage_answer(times_with(waits), NAMES) == "No rank stands out: ranks spend 33 % of a step waiting, by turns."
+    said = "No rank stands out: ranks spend 33 % of a step waiting, at different times."
+    assert stage_answer(times_with(waits), NAMES) == said
     little = [[1.0, 0.1, 0.0, 0.001], [1.0, 0.1, 0.0, 0.01]]  # ten times as long, and no part of a step
     assert outliers_of(times_with(little)) == []
     assert stage_answer(times_with(little), NAMES).startswith("Nothing stands out: ") and NAMES["work"] == "own work"

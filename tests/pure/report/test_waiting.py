@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.record.ledger import (
-    Spent,
-    exchange_alone,
-    idle_in,
-    ledger_of,
-    spent_together,
-    waited_in,
-)
+from lightning_hetero.record.ledger import Spent, exchange_alone, idle_in, ledger_of, spent_together, waited_in
 from lightning_hetero.types import Event, SpeedSample
 from tests.pure.report.kit import run_with
 

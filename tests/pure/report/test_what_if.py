@@ -24,7 +24,7 @@ def asked(run: RecordedRun) -> Alternatives:
 
 def test_two_ranks_of_constant_speed() -> None:
     found = asked(run_with(STEPS))
-    assert (found.samples, found.beside) == (30, "balanced")
+    assert (found.samples, found.compared) == (30, "balanced")
     assert found.measured_s == pytest.approx(3.1) and found.engines["ddp"] == pytest.approx(3.1)
     assert found.engines["balanced"] == pytest.approx(2.1, rel=0.02)  # 20 and 10 samples
     # 15 samples per second together, where each rank's exchange is not hidden: 1.9 s of 2 in each
@@ -34,7 +34,7 @@ def test_two_ranks_of_constant_speed() -> None:
 
 def test_a_mended_rank_and_a_dropped_card() -> None:
     found = asked(run_with(STEPS))
-    assert found.mended == {0: pytest.approx(6.1 / 2 + 0.05), 1: pytest.approx(1.6)}
+    assert found.sped_up == {0: pytest.approx(6.1 / 2 + 0.05), 1: pytest.approx(1.6)}
     assert [one.ranks for one in found.dropped] == [(), (1,)]
     assert found.dropped[1].ddp_s == found.dropped[1].engine_s == pytest.approx(3.0)  # alone, without an exchange
     assert found.dropped[0].engine_s == pytest.approx(2.1, rel=0.02)

@@ -6,21 +6,8 @@ from typing import Any
 
 from lightning_hetero.predictors import Ewma
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import (
-    Assigned,
-    Effect,
-)
-from lightning_hetero.stale.decide.policy import (
-    Apply,
-    Asynchronous,
-    Claim,
-    Flexible,
-    Grant,
-    Hold,
-    Policy,
-    Pool,
-    Pooled,
-)
+from lightning_hetero.stale.decide.effects import Assigned, Effect
+from lightning_hetero.stale.decide.policy import Apply, Asynchronous, Claim, Flexible, Grant, Hold, Policy, Pool, Pooled
 
 
 def started(

@@ -16,16 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import (
-    Accepted,
-    Assigned,
-    Effect,
-    Passed,
-    Refused,
-    Reissued,
-    Span,
-    Updated,
-)
+from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Passed, Refused, Reissued, Span, Updated
 from lightning_hetero.stale.decide.policy import Claim, Grant, Hold
 from tests.pure.stale.kit import over
 

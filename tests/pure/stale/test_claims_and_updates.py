@@ -5,24 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import (
-    Accepted,
-    Effect,
-    Passed,
-    Refused,
-    Reissued,
-    Updated,
-)
-from lightning_hetero.stale.decide.policy import (
-    Apply,
-    Bsp,
-    Claim,
-    Flexible,
-    Grant,
-    Hold,
-    Policy,
-    Pooled,
-)
+from lightning_hetero.stale.decide.effects import Accepted, Effect, Passed, Refused, Reissued, Updated
+from lightning_hetero.stale.decide.policy import Apply, Bsp, Claim, Flexible, Grant, Hold, Policy, Pooled
 from tests.pure.stale.kit import Chunks, Hasty, assigned, assigned_samples, kinds, only, over, started
 from tests.pure.stale.random_workers import Case, run
 

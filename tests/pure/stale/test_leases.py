@@ -11,21 +11,8 @@ import pytest
 
 from lightning_hetero.predictors import Ewma
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import (
-    Accepted,
-    Assigned,
-    Passed,
-    Refused,
-    Reissued,
-)
-from lightning_hetero.stale.decide.policy import (
-    Asp,
-    Bsp,
-    Flexible,
-    Policy,
-    Saps,
-    Ssp,
-)
+from lightning_hetero.stale.decide.effects import Accepted, Assigned, Passed, Refused, Reissued
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy, Saps, Ssp
 from tests.pure.stale.kit import assigned, assigned_samples, kinds, only, over, started
 
 

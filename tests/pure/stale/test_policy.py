@@ -8,19 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.stale.decide.policy import (
-    Apply,
-    Bsp,
-    Claim,
-    Due,
-    Flexible,
-    Grant,
-    Hold,
-    Pool,
-    Saps,
-    Ssp,
-    by_name,
-)
+from lightning_hetero.stale.decide.policy import Apply, Bsp, Claim, Due, Flexible, Grant, Hold, Pool, Saps, Ssp, by_name
 from lightning_hetero.types import AffineCost
 
 NAMES = ("flexible", "saps", "asp", "bsp", "ssp")

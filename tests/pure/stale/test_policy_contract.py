@@ -17,16 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.stale.policies import WRITTEN, Backup, Drop, Quorum
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.policy import (
-    _KNOWN,
-    Bsp,
-    Flexible,
-    Policy,
-    Pooled,
-    Saps,
-    Ssp,
-    by_name,
-)
+from lightning_hetero.stale.decide.policy import _KNOWN, Bsp, Flexible, Policy, Pooled, Saps, Ssp, by_name
 from tests.pure.stale.random_workers import Books, Case, run
 
 RATES = st.sampled_from([0.05, 0.1, 0.1, 0.1, 0.2, 0.8, 2.0])

@@ -240,13 +240,13 @@ def test_on_one_device_it_is_ddp() -> None:
 
 
 def test_arguments_are_checked_when_it_is_made() -> None:
-    with pytest.raises(ValueError, match=r"engines=\('fast',\) must be one or more of balanced, pipeline, stale"):
-        AutoStrategy(engines=("fast",))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"engines=\('fast',\) must be one or more of hetero_balanced, hetero_pipe"):
+        AutoStrategy(engines=("fast",))
     with pytest.raises(ValueError, match=r"warm_up_s=0 must be a finite number > 0"):
         AutoStrategy(warm_up_s=0)
     with pytest.raises(ValueError, match="options="):
         AutoStrategy(engines=("balanced",), options={"stale": {"bound": 1}})
     with pytest.raises(TypeError, match="bnd"):
         AutoStrategy(options={"stale": {"bnd": 1}})
-    made = AutoStrategy(options={"stale": {"bound": 1}, "balanced": {"dead_band": 0.1}})
+    made = AutoStrategy(options={"hetero_stale": {"bound": 1}, "balanced": {"dead_band": 0.1}})
     assert "hetero_auto" in repr(made) and made.chosen is None

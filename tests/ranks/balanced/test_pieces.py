@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.balanced.runtime.pieces import (
-    MemoryWatch,
-    PieceGradients,
-    cut,
-    save_buffers,
-)
+from lightning_hetero.balanced.runtime.pieces import MemoryWatch, PieceGradients, cut, save_buffers
 from lightning_hetero.measure.device import device_of, save_random_states
 from lightning_hetero.shares.caps import MemoryCap
 

@@ -9,18 +9,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from tests.ranks.data.indexed import (
-    EXACT,
-    Fit,
-    Noting,
-    Other,
-    by_name,
-    ddp_order,
-    fit,
-    indexed,
-    refusal,
-    together,
-)
+from tests.ranks.data.indexed import EXACT, Fit, Noting, Other, by_name, ddp_order, fit, indexed, refusal, together
 from tests.ranks.data.kit import Backwards, Pairs
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import single, weights

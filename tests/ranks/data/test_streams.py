@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tests.ranks.data.indexed import (
-    EXACT,
-    Fit,
-    Noting,
-    by_name,
-    cut,
-    fit,
-    indexed,
-    refusal,
-    together,
-)
+from tests.ranks.data.indexed import EXACT, Fit, Noting, by_name, cut, fit, indexed, refusal, together
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced, quiet_trainer, rank_trainer, weights
 

@@ -19,12 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.launchers import ScriptLauncher
 from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
-from lightning_hetero.lightning_compat.strategies import (
-    LaunchedDDPStrategy,
-    follow,
-    hand_over,
-    syncs_batch_norm,
-)
+from lightning_hetero.lightning_compat.strategies import LaunchedDDPStrategy, follow, hand_over, syncs_batch_norm
 from tests.ranks.kit import Toy, quiet_trainer, regression
 
 VERSIONS = f"lightning {lightning.__version__} behaves differently: adapt lightning_hetero/lightning_compat"

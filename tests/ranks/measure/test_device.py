@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hetero.measure.device import (
-    autocast_kinds,
-    device_in_use,
-    device_of,
-    is_out_of_memory,
-    page_locked,
-)
+from lightning_hetero.measure.device import autocast_kinds, device_in_use, device_of, is_out_of_memory, page_locked
 
 SHORT = [
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",

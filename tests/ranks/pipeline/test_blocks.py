@@ -14,13 +14,7 @@ from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.solvers.plans import plan_to_plain
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, single, weights
-from tests.ranks.pipeline.blocks_kit import (
-    LENGTH,
-    MODELS,
-    Sentences,
-    gpt2,
-    padded_encoder,
-)
+from tests.ranks.pipeline.blocks_kit import LENGTH, MODELS, Sentences, gpt2, padded_encoder
 from tests.ranks.pipeline.kit import pipeline
 
 EXACT = 1e-12

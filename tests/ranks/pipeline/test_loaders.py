@@ -12,12 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.pipeline.decide.plans import micro_sizes

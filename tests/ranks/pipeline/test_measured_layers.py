@@ -14,16 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.types import AffineCost
-from tests.ranks.pipeline.measured_kit import (
-    BYTES,
-    F4,
-    Counting,
-    D,
-    Function,
-    kept,
-    profile,
-    rows,
-)
+from tests.ranks.pipeline.measured_kit import BYTES, F4, Counting, D, Function, kept, profile, rows
 
 
 def with_reentrant(inner: nn.Module, x: Tensor) -> Any:

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_hetero.pipeline.runtime.measure.memory import (
-    optimizer_bytes,
-    state_bytes,
-    state_copies,
-    trained_bytes,
-)
+from lightning_hetero.pipeline.runtime.measure.memory import optimizer_bytes, state_bytes, state_copies, trained_bytes
 from tests.ranks.pipeline.measured_kit import BYTES, F4, D
 
 

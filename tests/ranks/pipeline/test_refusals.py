@@ -180,7 +180,7 @@ def job(rank: int, world: int) -> dict[str, str]:
     "manual", "manual_backward", "precision_mixed_manual", "pipeline",
     refused="several micro-batches are in `training_step` at a time",
 )  # fmt: skip
-@pytest.mark.stock_ddp("backward", "pipeline", refused="each stage has a backward pass of its own")
+@pytest.mark.stock_ddp("backward", "pipeline", refused="each stage has its own backward pass")
 @pytest.mark.stock_ddp("sync_batchnorm", "pipeline", refused="ranks run different layers")
 @pytest.mark.stock_ddp("dataloader_iter", "pipeline", refused="such batches cannot be divided")
 @pytest.mark.stock_ddp("train_loaders", "pipeline", refused="one batch is cut into micro-batches")

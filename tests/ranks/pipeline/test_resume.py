@@ -17,16 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from tests.ranks.harness import close_pools, run_ranks
 from tests.ranks.kit import Weights, balanced, rank_trainer, stale, weights
 from tests.ranks.pipeline.kit import PLANS, WORLD, Deep, pipeline
-from tests.ranks.pipeline.resume_kit import (
-    BATCH,
-    EPOCHS,
-    EXACT,
-    PER_EPOCH,
-    Saved,
-    alone,
-    differences,
-    train,
-)
+from tests.ranks.pipeline.resume_kit import BATCH, EPOCHS, EXACT, PER_EPOCH, Saved, alone, differences, train
 from tests.ranks.resume_kit import Fault, Saver, plain_types
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import (
-    Callback,
-)
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 

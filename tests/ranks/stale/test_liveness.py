@@ -11,17 +11,7 @@ from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.awake import AwakeClock
-from lightning_hetero.transport.base import (
-    Alive,
-    Arrived,
-    Ask,
-    Gone,
-    Happened,
-    Joined,
-    Reply,
-    Request,
-    Say,
-)
+from lightning_hetero.transport.base import Alive, Arrived, Ask, Gone, Happened, Joined, Reply, Request, Say
 from lightning_hetero.transport.membership import Limits
 from tests.ranks.stale.kit import Setting
 from tests.ranks.stale.reference import mlp, sgd

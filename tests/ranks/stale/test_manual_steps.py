@@ -17,15 +17,7 @@ from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag
 from tests.ranks.stale.kit import Script, Setting, Trainee, ends_of
-from tests.ranks.stale.reference import (
-    ENDS,
-    EPOCHS,
-    data,
-    differ,
-    epochs,
-    equal_speed,
-    mse,
-)
+from tests.ranks.stale.reference import ENDS, EPOCHS, data, differ, epochs, equal_speed, mse
 
 pytestmark = pytest.mark.usefixtures("float64")
 

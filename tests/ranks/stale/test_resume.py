@@ -35,16 +35,7 @@ from tests.ranks.resume_kit import (
     plain_types,
     result,
 )
-from tests.ranks.stale.resume_kit import (
-    Page,
-    Scheduled,
-    applied,
-    check_rest,
-    diary,
-    page,
-    scattered,
-    state_of,
-)
+from tests.ranks.stale.resume_kit import Page, Scheduled, applied, check_rest, diary, page, scattered, state_of
 
 pytestmark = pytest.mark.ranks
 

@@ -9,25 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import (
-    Weights,
-    balanced,
-    quiet_trainer,
-    rank_trainer,
-    regression,
-    single,
-    stale,
-    weights,
-)
+from tests.ranks.kit import Weights, balanced, quiet_trainer, rank_trainer, regression, single, stale, weights
 from tests.ranks.resume_kit import (
     BATCH,
     EPOCHS,

@@ -15,19 +15,7 @@ from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.base import Ask, RemoteFailureError, Reply, Request, ServerLostError
 from lightning_hetero.transport.flags import PushFlag, Word
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic, ends_of, spans
-from tests.ranks.stale.reference import (
-    ENDS,
-    EPOCHS,
-    SAMPLES,
-    data,
-    differ,
-    epochs,
-    equal_speed,
-    mlp,
-    mse,
-    replay,
-    sgd,
-)
+from tests.ranks.stale.reference import ENDS, EPOCHS, SAMPLES, data, differ, epochs, equal_speed, mlp, mse, replay, sgd
 from tests.ranks.transport.in_process import InProcess
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -12,19 +12,7 @@ from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.messages import state_bytes, state_of
 from tests.ranks.stale.kit import Pusher, Script, Setting, Trainee, automatic
-from tests.ranks.stale.reference import (
-    ENDS,
-    EPOCHS,
-    SAMPLES,
-    data,
-    differ,
-    epochs,
-    equal_speed,
-    groups,
-    mlp,
-    mse,
-    sgd,
-)
+from tests.ranks.stale.reference import ENDS, EPOCHS, SAMPLES, data, differ, epochs, equal_speed, groups, mlp, mse, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 

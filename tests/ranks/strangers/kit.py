@@ -13,12 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_hetero import (
-    BoundedStalenessStrategy,
-    FederatedStrategy,
-    HeteroPipelineStrategy,
-    LoadBalancedStrategy,
-)
+from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import quiet_trainer, rank_trainer
 

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import (
-    Callback,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    TQDMProgressBar,
-)
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

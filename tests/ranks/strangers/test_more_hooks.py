@@ -11,16 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks.strangers.kit import ENGINES, ends, refusal, trainer
-from tests.ranks.strangers.more_kit import (
-    Small,
-    batches,
-    fit,
-    numbers,
-    right,
-    right_or_refused,
-    state,
-    unused,
-)
+from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state, unused
 
 
 def rate_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:

@@ -11,16 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR
 
 from tests.ranks.strangers.kit import ENGINES, refusal
-from tests.ranks.strangers.more_kit import (
-    Small,
-    batches,
-    fit,
-    numbers,
-    right,
-    right_or_refused,
-    state,
-    unused,
-)
+from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state, unused
 
 
 def gradient_penalty(rank: int, world: int, engine: str) -> dict[str, Any]:

@@ -36,17 +36,7 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.link import Pulse, connect
 from lightning_hetero.transport.listener import Listener
-from tests.ranks.transport.kit import (
-    DONE,
-    KINDS,
-    PATIENCE_S,
-    STOP,
-    Crew,
-    Place,
-    make_listener,
-    open_place,
-    spawn,
-)
+from tests.ranks.transport.kit import DONE, KINDS, PATIENCE_S, STOP, Crew, Place, make_listener, open_place, spawn
 
 SIZES: dict[str, Any] = {"slot_bytes": 4096, "parameter_bytes": 4096}
 

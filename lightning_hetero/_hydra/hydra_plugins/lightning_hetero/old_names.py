@@ -64,7 +64,7 @@ class OldNames(ConfigSource):
         new = old.replace(group, f"hetero/{group}", 1)
         if group == "emulation":
             result.config.pop("_target_", None)  # the old way has it on the command line
-            new += ", without an override of _target_"
+            new += " and needs no _target_"
         elif group != "strategy" and result.header["package"] is None:
             result.header["package"] = f"hetero.{group}"  # where the strategies' files look
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -115,9 +115,7 @@ class StageRunner:
             settings.wire, settings.rank, neighbours, device=settings.device, failures=settings.failures,
             timeout_s=settings.timeout_s, ways=settings.ways, clock=settings.clock,
         )  # fmt: skip
-        self._local = LocalStage(
-            ranks=group.ranks, position=position, stage=stage, links=links, pace=settings.pace
-        )
+        self._local = LocalStage(ranks=group.ranks, position=position, stage=stage, links=links, pace=settings.pace)
 
     def schedule(self, samples: Sequence[int]) -> Schedule:
         """Returns what the ranks of the group execute for micro-batches of so many samples."""

@@ -29,13 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hetero.measure.timer import Timer
-from lightning_hetero.pipeline.runtime.measure.memory import (
-    Kept,
-    resident,
-    state_bytes,
-    tensor_bytes,
-    trained_bytes,
-)
+from lightning_hetero.pipeline.runtime.measure.memory import Kept, resident, state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route, RoutedCall
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import LayerCost, ModelCost
@@ -125,9 +119,7 @@ class _Walk:
     call: Call
     held: list[Tensor] = field(default_factory=list)
 
-    def through(
-        self, name: str, layer: nn.Module, timer: Timer, known: dict[tuple[str, int], Times]
-    ) -> _Measured:
+    def through(self, name: str, layer: nn.Module, timer: Timer, known: dict[tuple[str, int], Times]) -> _Measured:
         """Measures the next layer, and takes the example through it.
 
         Args:

@@ -116,10 +116,7 @@ class WholeState:
         if ownership.rank != 0:
             return OnRankZero()
         order = {key: i for i, key in enumerate(names)}
-        return {
-            **whole,
-            "state": {k: collected[k] for k in sorted(collected, key=lambda k: order.get(k, -1))},
-        }
+        return {**whole, "state": {k: collected[k] for k in sorted(collected, key=lambda k: order.get(k, -1))}}
 
     # ---- loading -----------------------------------------------------------------------------------------------
 

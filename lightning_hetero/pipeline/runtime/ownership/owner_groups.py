@@ -155,9 +155,7 @@ def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGr
 
 
 @torch.no_grad()
-def spread(
-    module: nn.Module, ownership: Ownership, sources: Mapping[str, int], group: dist.ProcessGroup
-) -> None:
+def spread(module: nn.Module, ownership: Ownership, sources: Mapping[str, int], group: dist.ProcessGroup) -> None:
     """Sends the values of parameters and buffers to those that hold them; collective.
 
     Args:

@@ -222,9 +222,7 @@ def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[_Entry]:
                     )
                 key = id(tensor), is_parameter
                 if key not in entries:
-                    entries[key] = _Entry(
-                        (), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-                    )
+                    entries[key] = _Entry((), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
                 entries[key].names += (name,)
                 entries[key].units |= users
     return list(entries.values())

@@ -172,9 +172,7 @@ class Attributes:
         without: submodules that are not looked into.
     """
 
-    def __init__(
-        self, module: nn.Module, ignore: Iterable[str] = (), *, without: Iterable[nn.Module] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, ignore: Iterable[str] = (), *, without: Iterable[nn.Module] = ()) -> None:
         self._ignored = _OWN.union(ignore)
         self._places = _places(module, without)
         self._noted: list[dict[str, Any]] = []
@@ -182,9 +180,7 @@ class Attributes:
 
     def note(self) -> None:
         """Takes the present attributes for those that were."""
-        self._noted = [
-            {key: _structure(value) for key, value in self._held(part).items()} for _, part in self._places
-        ]
+        self._noted = [{key: _structure(value) for key, value in self._held(part).items()} for _, part in self._places]
 
     def changes(self) -> list[Change]:
         """Returns what is different now, and notes it."""

@@ -129,11 +129,7 @@ _REFUSED: tuple[tuple[str, Callable[[], Any], str], ...] = (
         "set it before training, or use Trainer(precision=...), which sets it on all ranks",
     ),
     ("torch.nn.attention.sdpa_kernel", _sdpa_kernels, _INSIDE_LAYERS),
-    (
-        "torch.autograd.detect_anomaly",
-        torch.is_anomaly_enabled,
-        "use Trainer(detect_anomaly=True)",
-    ),
+    ("torch.autograd.detect_anomaly", torch.is_anomaly_enabled, "use Trainer(detect_anomaly=True)"),
     ("a torch.func transform (grad, vmap, ...)", maybe_current_level, _INSIDE_LAYERS),
 )
 

@@ -191,9 +191,7 @@ class Saps(Asynchronous):
 
     name = "saps"
 
-    def __init__(
-        self, *, threshold: int | None = None, bound: int | None = None, micro: int | None = None
-    ) -> None:
+    def __init__(self, *, threshold: int | None = None, bound: int | None = None, micro: int | None = None) -> None:
         self.threshold = None if threshold is None else whole("Saps", "threshold", threshold, 1)
         self.bound = None if bound is None else whole("Saps", "bound", bound, 1)
         self.micro = None if micro is None else whole("Saps", "micro", micro, 1)

@@ -83,9 +83,7 @@ class OpenBatch:
             return
         self._add(pool, accepted.rank, request, slot, base, finite=True, scale=accepted.scale)
 
-    def add_substep(
-        self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool, counts: bool
-    ) -> None:
+    def add_substep(self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool, counts: bool) -> None:
         """Adds a push to its sub-step.
 
         Args:

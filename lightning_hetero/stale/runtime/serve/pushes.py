@@ -24,15 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import (
-    Accepted,
-    Assigned,
-    Effect,
-    Passed,
-    Refused,
-    Reissued,
-    Updated,
-)
+from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Passed, Refused, Reissued, Updated
 from lightning_hetero.stale.decide.policy import Asynchronous
 from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
@@ -187,8 +179,6 @@ class Pushes:
         batch = f"epoch {push.epoch}, batch {push.global_step}"
         where = f"worker {rank} has a gradient with NaN or Inf in {batch}: {name!r}"
         if self._stop:
-            raise RunEndsError(
-                f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out"
-            )
+            raise RunEndsError(f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out")
         self._members.notify(f"{where}; its {push.samples} samples are left out")
         return False

@@ -81,9 +81,7 @@ class ParameterServer:
         self._members = Membership(coordinator.live, limits, without=_WITHOUT)
         self._meeting_due_s = math.inf  # when to see whether all have come [s]
         self._epochs = AnnouncedEpochs(layout.digest)
-        self._answers = Answers(
-            listener, area, self._batch, coordinator, self._members, self._epochs, self.counts
-        )
+        self._answers = Answers(listener, area, self._batch, coordinator, self._members, self._epochs, self.counts)
         self._pushes = Pushes(
             listener=listener, updater=self._updater, coordinator=coordinator, batch=self._batch,
             answers=self._answers, epochs=self._epochs, members=self._members, counts=self.counts,

@@ -226,9 +226,7 @@ class RoutedCall:
         call: how a layer is called: ``call(layer, *args, **kwargs)``; None: directly.
     """
 
-    def __init__(
-        self, route: Route, layers: Sequence[nn.Module], call: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, route: Route, layers: Sequence[nn.Module], call: Callable[..., Any] | None = None) -> None:
         self._route, self._called = route, call
         self._index = {id(layer): i for i, layer in enumerate(layers)}
 
