@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, WIDTH, text_width
+from lightning_hetero.report.page.drawing import COLOURS, MARKS, WIDTH, text_width
 
 Paper = Literal["light", "dark", "both"]
 BOTH: Paper = "both"
@@ -90,7 +90,8 @@ def svg(picture: Picture, paper: Paper = BOTH) -> str:
 
 def _style(paper: Paper) -> str:
     """Returns the rules with colours in them: not every program that shows an SVG knows custom properties."""
-    light, dark = (_COLOUR.sub(lambda name, c=colours: c[name[1]], MARKS + _SIZES) for colours in (LIGHT, DARK))
+    papers = (dict(re.findall(r"--(\w+):(#\w+)", line)) for line in COLOURS.splitlines())
+    light, dark = (_COLOUR.sub(lambda name, c=colours: c[name[1]], MARKS + _SIZES) for colours in papers)
     if paper == "both":
         return f"{light}@media (prefers-color-scheme:dark){{{dark}}}"
     return light if paper == "light" else dark

@@ -27,15 +27,6 @@ _MOST_RANKS = 12  # of these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dropped:
-    """A step of the same global batch without some ranks [s]; ``ranks``: the slowest first."""
-
-    ranks: tuple[int, ...]
-    ddp_s: float
-    engine_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Alternatives:
     """What a global batch takes, and would take [s].
 
@@ -47,8 +38,7 @@ class Alternatives:
         chosen: the engine that the planner takes of these.
         few_s: as the run's engine would, over the fewer steps that faster ranks are asked about.
         sped_up: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
-        dropped: without the slowest 0, 1, 2, ... ranks.
-        compared: the engine that `dropped` compares with DDP.
+        dropped: by engine, DDP and another one, the same global batch without the slowest 0, 1, 2, ... ranks.
     """
 
     engine: str
@@ -58,8 +48,7 @@ class Alternatives:
     chosen: str
     few_s: float
     sped_up: dict[int, float]
-    dropped: tuple[Dropped, ...]
-    compared: str
+    dropped: dict[str, dict[tuple[int, ...], float]]
 
     @property
     def best(self) -> tuple[str, float]:
@@ -100,12 +89,12 @@ def alternatives_of(
         return few.with_devices(tuple(kept), few.cluster)  # whose speeds do not count where costs are known
 
     now_s = {name: _step_s(name, few) for name in (engine, compared)}
-    dropped: list[Dropped] = []
+    ddp: dict[tuple[int, ...], float] = {}
+    other: dict[tuple[int, ...], float] = {}
     for count in range(min(run.ranks, _MOST_RANKS)):
-        gone = slowest_first[:count]
-        ddp_s = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
-        engine_s = ddp_s if count == run.ranks - 1 else of_few(compared, without(few, gone))
-        dropped.append(Dropped(ranks=tuple(gone), ddp_s=ddp_s, engine_s=engine_s))
+        gone = tuple(slowest_first[:count])
+        ddp[gone] = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
+        other[gone] = ddp[gone] if count == run.ranks - 1 else of_few(compared, without(few, gone))
     return Alternatives(
         engine=run.engine,
         samples=setup.global_batch,
@@ -114,8 +103,7 @@ def alternatives_of(
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
         few_s=engines[engine],
         sped_up={rank: of_few(engine, sped_up(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
-        dropped=tuple(dropped),
-        compared=compared,
+        dropped={"ddp": ddp, compared: other},
     )
 
 
@@ -149,6 +137,5 @@ def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
         chosen=min(others, key=lambda name: others[name], default="pipeline"),
         few_s=found.measured_s,
         sped_up={rank: sped_up(rank) for group in groups for rank in group.ranks},
-        dropped=(),
-        compared="pipeline",
+        dropped={},
     )

@@ -13,16 +13,12 @@ from typing import NamedTuple
 from lightning_hetero.record.run import named
 from lightning_hetero.report.page import engine_views, views
 from lightning_hetero.report.page.compare import figures, names_of, outcome
-from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, variables
+from lightning_hetero.report.page.drawing import COLOURS, MARKS
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.verdict import begun
 
-_STYLE = (
-    f":root{{color-scheme:light dark;{variables(LIGHT)}}}"
-    f"@media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}\n"
-    f"{(Path(__file__).parent / 'page.css').read_text()}{MARKS}"
-)
+_STYLE = COLOURS + (Path(__file__).parent / "page.css").read_text() + MARKS
 _HEAD = (
     '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     '<link rel="icon" href="data:,">'

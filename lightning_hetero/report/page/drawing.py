@@ -18,26 +18,8 @@ RANK_COLOURS = 8
 
 _LETTER = 7.2  # a letter's mean width at the usual size
 
-LIGHT = {
-    "paper": "#fff", "ink": "#1c2126", "mute": "#5d6770", "grid": "#e3e7ea", "cell": "#f3f5f6", "work": "#2f78b7",
-    "exchange": "#e0a030", "idle": "#b9c2c9", "hot": "#c8371b", "cool": "#2f78b7", "mark": "#8a949c",
-    "bound": "#c8371b", "good": "#2c8a57", "fair": "#b7791f", "poor": "#c8371b", "inside": "#fff", "r0": "#0072b2",
-    "r1": "#d55e00", "r2": "#009e73", "r3": "#b0579a", "r4": "#8a6d00", "r5": "#3a9bc8", "r6": "#6b6b6b",
-    "r7": "#7a3ea8",
-}  # fmt: skip
-DARK = {
-    "paper": "#14181b", "ink": "#e8ecef", "mute": "#9aa5ad", "grid": "#2b3238", "cell": "#20262b", "work": "#5aa3de",
-    "exchange": "#e8b458", "idle": "#4a545c", "hot": "#f0684a", "cool": "#5aa3de", "mark": "#76818a",
-    "bound": "#f0684a", "good": "#5cc08a", "fair": "#e0aa52", "poor": "#f0684a", "inside": "#0d1113", "r0": "#4fa8dc",
-    "r1": "#f08a45", "r2": "#3fc79b", "r3": "#d98ac6", "r4": "#d0b040", "r5": "#8cd0f0", "r6": "#a8b0b6",
-    "r7": "#b48be0",
-}  # fmt: skip
-
-
-def variables(colours: dict[str, str]) -> str:
-    """Returns colours as custom properties."""
-    return ";".join(f"--{name}:{value}" for name, value in colours.items())
-
+COLOURS = (Path(__file__).parent / "colours.css").read_text()
+"""Custom properties, a line for light and one for dark paper."""
 
 MARKS = (Path(__file__).parent / "marks.css").read_text()
 """The style of the classes that `Drawing` is given."""

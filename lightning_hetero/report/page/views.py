@@ -29,7 +29,6 @@ from lightning_hetero.report.verdict import (
     stage_answer,
     stage_names,
 )
-from lightning_hetero.report.what_if import Alternatives
 
 Drawn: TypeAlias = tuple[str, Markup]
 """A view's answer and its drawing."""
@@ -261,16 +260,15 @@ def what_if(facts: RunFacts) -> Drawn:
             answer += f" If rank {top} were as fast as {like}, a step would be {as_fast(1.0 / (1.0 - gains[top]))}."
         else:
             answer += " No single rank holds up the others by 2 %."
-    if len(what.dropped) > 1:
-        taken = {"ddp": [one.ddp_s for one in what.dropped], what.compared: [one.engine_s for one in what.dropped]}
-        words = [_dropped(engine_name(name), seconds, what) for name, seconds in taken.items()]
+    if what.dropped:
+        words = [_dropped(engine_name(name), taken_s) for name, taken_s in what.dropped.items()]
         answer += f" {begun('; '.join(filter(None, words)))}."
     return answer, body
 
 
-def _dropped(name: str, taken_s: Sequence[float], what: Alternatives) -> str:
+def _dropped(name: str, taken_s: Mapping[tuple[int, ...], float]) -> str:
     """Returns in words which devices are best dropped under an engine; nothing where that is not known."""
-    known = [(s, one.ranks) for s, one in zip(taken_s, what.dropped, strict=True) if not math.isnan(s)]
+    known = [(s, ranks) for ranks, s in taken_s.items() if not math.isnan(s)]
     if not known:
         return ""
     seconds, ranks = min(known, key=lambda pair: pair[0])
