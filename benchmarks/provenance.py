@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "lightning_hetero", "tests")
 LEFT_OUT = ("benchmarks/provenance.py", "benchmarks/report.py", "lightning_hetero/_version.py")
 _WRITTEN = ("results.json", "results.md")
+_LAZY = "lightning_hetero.public"  # where the package has its names from
 
 
 def provenance(name: str, *, root: Path = ROOT, since_s: float | None = None) -> dict[str, Any]:
@@ -87,7 +88,11 @@ def files_of(name: str, *, root: Path = ROOT) -> list[str]:
 
 
 def _imported(file: Path, root: Path) -> list[Path]:
-    names = _names(file.read_text(encoding="utf-8"))
+    names = set(_names(file.read_text(encoding="utf-8")))
+    if "lightning_hetero" in names:  # imported whole, and with it what it imports when it is needed
+        names.add(_LAZY)
+    elif file == root / "lightning_hetero/__init__.py":
+        names.discard(_LAZY)
     return [found for name in names if (found := _defining(name, root)) is not None]
 
 
@@ -125,7 +130,9 @@ def _defining(dotted: str, root: Path) -> Path | None:
     parent, _, name = dotted.rpartition(".")
     holder = _defining(parent, root) if parent else None
     if holder is not None and holder.name == "__init__.py":
-        origin = _origins(holder.read_text(encoding="utf-8")).get(name)
+        lazy = root.joinpath(*_LAZY.split(".")).with_suffix(".py") if parent == "lightning_hetero" else holder
+        origins = [_origins(file.read_text(encoding="utf-8")) for file in (holder, lazy) if file.is_file()]
+        origin = next((found[name] for found in origins if name in found), None)
         return _defining(origin, root) if origin else holder
     return holder
 

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -380,12 +381,14 @@ def test_show_on_progress_bar() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rich", "tqdm", "none"])
-def test_tell_past_bar(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tell_past_bar(kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Above a bar that is being drawn, though Lightning's handler writes to what was ``sys.stderr`` before."""
     screen, logger = io.StringIO(), logging.getLogger("lightning.pytorch")
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(screen)])
     monkeypatch.setattr(logger, "propagate", False)
+    request.addfinalizer(partial(logger.setLevel, logger.level))  # which another test may have raised
+    logger.setLevel(logging.INFO)
     monkeypatch.setattr(rank_zero, "log", logging.getLogger("lightning.pytorch.utilities.rank_zero"))
     if kind == "rich":
         from rich.console import Console
