@@ -36,7 +36,6 @@ class Alternatives:
         measured_s: as measured, the mean of the last steps.
         engines: by engine; NaN: it cannot train in this way.
         chosen: the engine that the planner takes of these.
-        few_s: as the run's engine would, over the fewer steps that faster ranks are asked about.
         sped_up: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
         dropped: by engine, DDP and another one, the same global batch without the slowest 0, 1, 2, ... ranks.
     """
@@ -46,7 +45,6 @@ class Alternatives:
     measured_s: float
     engines: dict[str, float]
     chosen: str
-    few_s: float
     sped_up: dict[int, float]
     dropped: dict[str, dict[tuple[int, ...], float]]
 
@@ -101,7 +99,6 @@ def alternatives_of(
         measured_s=measured_s,
         engines=engines,
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
-        few_s=engines[engine],
         sped_up={rank: of_few(engine, sped_up(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
         dropped={"ddp": ddp, compared: other},
     )
@@ -135,7 +132,6 @@ def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
         measured_s=found.measured_s,
         engines={**others, "pipeline": found.measured_s},
         chosen=min(others, key=lambda name: others[name], default="pipeline"),
-        few_s=found.measured_s,
         sped_up={rank: sped_up(rank) for group in groups for rank in group.ranks},
         dropped={},
     )

@@ -252,8 +252,9 @@ def what_if(facts: RunFacts) -> Drawn:
         label="time of a batch by engine",
     )
     answer = others_text(what) or f"A global batch took {milliseconds(what.measured_s)}."
-    if what.sped_up and what.few_s > 0:
-        gains = {rank: max(0.0, 1.0 - step_s / what.few_s) for rank, step_s in what.sped_up.items()}
+    now_s = what.engines.get(what.engine, what.engines.get("ddp", math.nan))
+    if what.sped_up and now_s > 0:
+        gains = {rank: max(0.0, 1.0 - step_s / now_s) for rank, step_s in what.sped_up.items()}
         top = max(gains, key=lambda rank: gains[rank])
         like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
         if gains[top] > 0.02:
