@@ -29,9 +29,7 @@ from lightning_hetero.transport.awake import awake_s
 _LOG = logging.getLogger(__name__)
 _KILLED = "was killed by signal"
 _GRACE_S = 2.0  # for a rank that failed first, and whose failure we saw, to end with its own exit code
-_FLAGS_WITH_VALUE = {
-    "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package",
-}  # fmt: skip
+_FLAGS_WITH_VALUE = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
 _MULTIRUN_FLAGS = {"-m", "--multirun", "-r", "--run"}
 # What decides how jobs are swept and where they write; a child is told both.
 _SWEEP_PREFIXES = ("hydra.mode", "hydra.run.", "hydra.sweep", "hydra/sweep", "hydra.launch", "hydra/launch")

@@ -62,9 +62,7 @@ def _named(what: str, given: Any) -> Any:
     try:
         found = get_object(given.replace(":", "."))
     except Exception as error:
-        raise ValueError(
-            f"{what}={given!r} cannot be imported ({error}): give a path such as pkg.mod:Name"
-        ) from error
+        raise ValueError(f"{what}={given!r} cannot be imported ({error}): give a path such as pkg.mod:Name") from error
     if not callable(found) or isinstance(found, LightningModule | LightningDataModule):
         return found
     try:
@@ -112,13 +110,9 @@ def quiet_trainer(**options: Any) -> Trainer:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return Trainer(
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, **options,
+    )  # fmt: skip
 
 
 class _SeenError(Exception):
@@ -178,15 +172,10 @@ def profile_module(
 
         def measured(layers: Any) -> ModelCost:
             step = Rehearsal(
-                module=module,
-                backbone=layers,
-                found=backbone is None,
-                device=trainer.strategy.root_device,
-                loader=loader,
-                optimizers=trainer.optimizers,
-                to_device=partial(compat.batch_to_device, trainer),
+                module=module, backbone=layers, found=backbone is None, device=trainer.strategy.root_device,
+                loader=loader, optimizers=trainer.optimizers, to_device=partial(compat.batch_to_device, trainer),
                 context=trainer.precision_plugin.train_step_context,
-            )
+            )  # fmt: skip
             return measure_model(step, micro_batch_size=None, checkpoint_layers=False)[0]
 
         layers = find_layers(module, backbone)

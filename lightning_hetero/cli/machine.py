@@ -36,12 +36,9 @@ def find_out(asked: argparse.Namespace) -> Facts:
     """Returns the facts, the probe's and the module's included as far as they were asked for."""
     environ = dict(os.environ)
     facts = Facts(
-        host=_host(environ),
-        gpus=_gpus() if asked.accelerator != "cpu" else GpuFacts(cuda=torch.version.cuda),
-        environ=environ,
-        devices_wanted=asked.devices,
-        nodes_wanted=asked.num_nodes,
-    )
+        host=_host(environ), gpus=_gpus() if asked.accelerator != "cpu" else GpuFacts(cuda=torch.version.cuda),
+        environ=environ, devices_wanted=asked.devices, nodes_wanted=asked.num_nodes,
+    )  # fmt: skip
     if asked.probe:
         try:
             cluster, backend = probe_machine(devices=asked.devices, accelerator=asked.accelerator)
@@ -75,17 +72,14 @@ def _host(environ: Mapping[str, str]) -> HostFacts:
     address = environ.get("MASTER_ADDR")
     total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
     return HostFacts(
-        system=platform.system(),
-        packages=tuple(_packages()),
+        system=platform.system(), packages=tuple(_packages()),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        shm_bytes=total,
-        shm_free_bytes=free,
-        start_methods=tuple(multiprocessing.get_all_start_methods()),
+        shm_bytes=total, shm_free_bytes=free, start_methods=tuple(multiprocessing.get_all_start_methods()),
         backends=tuple(name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)),
         interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
         unresolved=None if address is None or _works(lambda: socket.getaddrinfo(address, None)) else address,
         taken_port=_taken_port(environ),
-    )
+    )  # fmt: skip
 
 
 def _works(attempt: Callable[[], object]) -> bool:
@@ -123,11 +117,8 @@ def _gpus() -> GpuFacts:
         free = _free_bytes() if seen else {}
         found = [
             DeviceFacts(
-                name=on.name(),
-                capability=on.capability(),
-                mem_bytes=on.total_bytes(),
-                free_bytes=free.get(on.identity().removeprefix("GPU-")),
-                computes_bfloat16=on.computes_bfloat16(),
+                name=on.name(), capability=on.capability(), mem_bytes=on.total_bytes(),
+                free_bytes=free.get(on.identity().removeprefix("GPU-")), computes_bfloat16=on.computes_bfloat16(),
             )
             for on in seen
         ]

@@ -104,9 +104,7 @@ def _first_samples(trainer: Trainer, pl_module: LightningModule) -> tuple[list[A
 
 
 def _options() -> dict[str, Any]:
-    return {
-        "accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": STEPS, "limit_val_batches": 0,
-    }  # fmt: skip
+    return {"accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": STEPS, "limit_val_batches": 0}
 
 
 def _moved(setting: dict[str, Any], engine: str, samples: list[Any], collate: Any, *, seed: int = 0) -> Tensor:

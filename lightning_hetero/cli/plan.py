@@ -72,12 +72,9 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
 
         module, data = load_module(given["module"]), load_data(given.get("datamodule"), name="datamodule")
         profile = profile_module(
-            module,
-            data,
-            backbone=given.get("backbone"),
-            accelerator=str(given.get("accelerator", "auto")),
+            module, data, backbone=given.get("backbone"), accelerator=str(given.get("accelerator", "auto")),
             precision=given.get("precision", "32-true"),
-        )
+        )  # fmt: skip
         model, spans, per_device = profile.model, profile.spans, profile.batch_size
         notes.append(f"{type(module).__name__} measured here, as {len(model.layers)} layers")
         if profile.undivided:
@@ -131,9 +128,7 @@ def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str
     elif isinstance(asked, Mapping):
         asked = [asked]
     elif not isinstance(asked, Sequence) or isinstance(asked, str):
-        raise TypeError(
-            f"what_if={asked!r} must be 'auto', or a list of changes, e.g. [{{without: 3}}, {{batch: 2}}]"
-        )
+        raise TypeError(f"what_if={asked!r} must be 'auto', or a list of changes, e.g. [{{without: 3}}, {{batch: 2}}]")
     changes = [changed(setup, change) for change in asked]
     return found, [(title, plan(other, engines)) for title, other in changes]
 

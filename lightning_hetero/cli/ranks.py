@@ -47,12 +47,9 @@ def on_ranks(module: str, ranks: int, setting: dict[str, Any]) -> Any:
         command += ["-m", module, str(path), json.dumps(setting)]
         try:
             done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=_LONGEST_S,
+                command, capture_output=True, text=True, timeout=_LONGEST_S,
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            )
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{ranks} ranks of {module} did not end within {_LONGEST_S:g} s") from None
         if done.returncode or not path.exists():
@@ -126,12 +123,9 @@ def _probe(setting: dict[str, Any]) -> dict[str, Any]:
     assert world is not None
     backend = backend_of(device)
     cluster = probe_cluster(
-        world,
-        device,
-        direct="" if backend == "gloo" else backend,
-        communicators=MOST_COMMUNICATORS,
+        world, device, direct="" if backend == "gloo" else backend, communicators=MOST_COMMUNICATORS,
         dtype=getattr(torch, setting["dtype"]),
-    )
+    )  # fmt: skip
     return {"cluster": cluster_to_plain(cluster), "backend": backend}
 
 

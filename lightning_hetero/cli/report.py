@@ -86,11 +86,9 @@ def read_run(folder: str | Path, trace_dir: str | Path | None = None, run: str |
 
 
 def write_report(
-    *folders: str | Path,
-    output: str | Path | None = None,
-    trace_dir: str | Path | None = None,
+    *folders: str | Path, output: str | Path | None = None, trace_dir: str | Path | None = None,
     runs: Sequence[str | None] = (),
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Writes the report of a run and its Perfetto trace next to it, or a comparison of several; returns the paths.
 
     Args:

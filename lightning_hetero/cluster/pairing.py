@@ -100,11 +100,7 @@ def level(values: Sequence[float], tolerance: float) -> list[float]:
 
 
 def complete_links(
-    measured: Mapping[Pair, Link],
-    hosts: Sequence[str],
-    *,
-    wired: Collection[str] = (),
-    tolerance: float = 0.0,
+    measured: Mapping[Pair, Link], hosts: Sequence[str], *, wired: Collection[str] = (), tolerance: float = 0.0
 ) -> tuple[tuple[Link, ...], ...]:
     """Returns the whole matrix of links from those that were measured, which are noisy and need not be all.
 

@@ -275,12 +275,9 @@ def equal_cluster(size: int, *, link: Link = _FREE, mem_bytes: float = math.inf)
 
 
 def override_cluster(
-    cluster: Cluster,
-    *,
-    speeds: Sequence[float] | None = None,
-    mem_bytes: Sequence[float | None] | None = None,
+    cluster: Cluster, *, speeds: Sequence[float] | None = None, mem_bytes: Sequence[float | None] | None = None,
     links: Sequence[Sequence[Link]] | None = None,
-) -> Cluster:
+) -> Cluster:  # fmt: skip
     """Returns the cluster with other speeds, memory or links, e.g. emulated ones in place of measured ones.
 
     Args:

@@ -113,9 +113,7 @@ class StragglerTest:
             d = own - median(value for other, value in logs.items() if other != rank)
             if state.add(d, (epoch, step)) and state.named:
                 since = state.since
-                found.append(
-                    Straggler(rank=rank, epoch=since[0], step=since[1], slowdown=math.exp(state.level))
-                )
+                found.append(Straggler(rank=rank, epoch=since[0], step=since[1], slowdown=math.exp(state.level)))
         return found
 
     def slowdowns(self) -> list[float]:

@@ -66,14 +66,10 @@ def _transformer(sizes: Mapping[str, float]) -> tuple[LayerCost, LayerCost, Laye
     d, s, vocabulary, values = (sizes[name] for name in ("width", "window", "vocabulary", "bytes_per_value"))
     attention = 5.0 * (sizes["heads"] or max(1.0, d / 64.0)) * s / d
     block = _layer(
-        sizes,
-        "block",
-        params=12.0 * d * d,
-        flops=24.0 * s * d * d + 4.0 * s * s * d,
-        activation_bytes=s * d * (34.0 + attention) * values / 2.0,
-        output_bytes=s * d * values,
+        sizes, "block", params=12.0 * d * d, flops=24.0 * s * d * d + 4.0 * s * s * d,
+        activation_bytes=s * d * (34.0 + attention) * values / 2.0, output_bytes=s * d * values,
         fixed_s=sizes["step_s"] / sizes["layers"],
-    )
+    )  # fmt: skip
     embedding = _layer(sizes, "embedding", params=(vocabulary + s) * d, output_bytes=s * d * values)
     head_bytes = 2.0 * s * vocabulary * values
     return block, embedding, _layer(sizes, "head", flops=2.0 * s * d * vocabulary, activation_bytes=head_bytes)
@@ -83,35 +79,20 @@ def _equal_layers(sizes: Mapping[str, float]) -> tuple[LayerCost, LayerCost, Lay
     """Returns one of equal layers, and nothing before and behind them."""
     layers = sizes["layers"]
     layer = _layer(
-        sizes,
-        "layer",
-        params=sizes["params"] / layers,
-        flops=sizes["flops_per_sample"] / layers,
-        activation_bytes=sizes["activation_bytes_per_sample"] / layers,
-        output_bytes=sizes["output_bytes_per_sample"],
+        sizes, "layer", params=sizes["params"] / layers, flops=sizes["flops_per_sample"] / layers,
+        activation_bytes=sizes["activation_bytes_per_sample"] / layers, output_bytes=sizes["output_bytes_per_sample"],
         fixed_s=sizes["step_s"] / layers,
-    )
+    )  # fmt: skip
     return layer, _layer(sizes, ""), _layer(sizes, "")
 
 
 def _layer(
-    sizes: Mapping[str, float],
-    name: str,
-    *,
-    params: float = 0.0,
-    flops: float = 0.0,
-    activation_bytes: float = 0.0,
-    output_bytes: float = 0.0,
-    fixed_s: float = 0.0,
-) -> LayerCost:
+    sizes: Mapping[str, float], name: str, *, params: float = 0.0, flops: float = 0.0, activation_bytes: float = 0.0,
+    output_bytes: float = 0.0, fixed_s: float = 0.0,
+) -> LayerCost:  # fmt: skip
     """Returns a layer that takes a third of its time forward and two thirds backward."""
     forward = AffineCost(fixed_s=fixed_s / 3.0, per_sample_s=flops / sizes["flops_per_s"])
     return LayerCost(
-        name=name,
-        forward=forward,
-        backward=forward.times(2.0),
-        param_bytes=params * sizes["bytes_per_value"],
-        state_bytes=params * sizes["bytes_per_param"],
-        activation_bytes=activation_bytes,
-        output_bytes=output_bytes,
-    )
+        name=name, forward=forward, backward=forward.times(2.0), param_bytes=params * sizes["bytes_per_value"],
+        state_bytes=params * sizes["bytes_per_param"], activation_bytes=activation_bytes, output_bytes=output_bytes,
+    )  # fmt: skip

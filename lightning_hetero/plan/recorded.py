@@ -15,9 +15,7 @@ from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.types import Cluster, Device, Link
 
 
-def setup_from_run(
-    run: RecordedRun, *, global_batch: int | None = None, ledger: RunLedger | None = None
-) -> Setup:
+def setup_from_run(run: RecordedRun, *, global_batch: int | None = None, ledger: RunLedger | None = None) -> Setup:
     """Returns the set-up of a recorded run, with links that cost what its exchange of gradients did.
 
     Args:

@@ -49,9 +49,7 @@ class Setup:
     def __post_init__(self) -> None:
         whole("global_batch", self.global_batch, least=1)
         if self.model is None and not self.costs:
-            raise ValueError(
-                "neither model nor costs are given: profile a module, give a size formula, or read a run"
-            )
+            raise ValueError("neither model nor costs are given: profile a module, give a size formula, or read a run")
         if any(type(cost) is not AffineCost for cost in self.costs):
             raise TypeError(f"costs={self.costs!r} must be lines: AffineCost")
         for name in ("costs", "prices"):

@@ -79,16 +79,9 @@ class EventWriter(LineFile):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        names: Sequence[str] = (),
-        about: Mapping[str, Any] = MappingProxyType({}),
-        run: str = "",
-        flush_every: int = 64,
-    ) -> None:
+        self, path: str | Path, *, rank: int = 0, world_size: int = 1, names: Sequence[str] = (),
+        about: Mapping[str, Any] = MappingProxyType({}), run: str = "", flush_every: int = 64,
+    ) -> None:  # fmt: skip
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank!r} must be in [0, world_size={world_size!r})")
         if flush_every < 1:

@@ -68,9 +68,7 @@ def costs_of(ledger: RunLedger) -> RecordedCosts:
     else:
         rest_s = fmean(own.exchange_s for spent in ledger.spent for own in spent.values())
     return RecordedCosts(
-        lines=lines,
-        slowness=tuple(_slowness(rank, steps, lines[rank]) for rank in ranks),
-        rest_s=max(0.0, rest_s),
+        lines=lines, slowness=tuple(_slowness(rank, steps, lines[rank]) for rank in ranks), rest_s=max(0.0, rest_s)
     )
 
 

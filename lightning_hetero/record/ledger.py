@@ -171,15 +171,11 @@ class RunLedger:
         # A step without samples says nothing about the speed: its time is all fixed cost.
         worked_s = math.fsum(own[rank].compute_s for own, n in zip(self.spent, samples, strict=True) if n > 0)
         return RankFigures(
-            rank=rank,
-            steps=count,
-            samples_per_step=sum(samples) / count,
+            rank=rank, steps=count, samples_per_step=sum(samples) / count,
             share=sum(samples) / batch if batch > 0 else 0.0,
-            samples_per_s=sum(samples) / worked_s if worked_s > 0.0 else None,
-            compute_s=spent.compute_s / count,
-            exchange_s=spent.exchange_s / count,
-            wait_s=spent.idle_s / count,
-        )
+            samples_per_s=sum(samples) / worked_s if worked_s > 0.0 else None, compute_s=spent.compute_s / count,
+            exchange_s=spent.exchange_s / count, wait_s=spent.idle_s / count,
+        )  # fmt: skip
 
 
 def too_few(steps: int) -> str:

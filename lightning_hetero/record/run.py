@@ -272,9 +272,7 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
     plans = [(_number(event, number) - 1, named(event.data.get("plan"))) for event in _of_kind(by_rank, "plan")]
     plans += [(change.step, change.plan) for change in changes if change.plan and not change.cancelled]
     plans.sort(key=lambda one: one[0])
-    steps = [
-        RunStep(epoch=e, index=i, turns=turns[e, i], groups=_groups(plans, n)) for (e, i), n in number.items()
-    ]
+    steps = [RunStep(epoch=e, index=i, turns=turns[e, i], groups=_groups(plans, n)) for (e, i), n in number.items()]
 
     def last(kind: str) -> Mapping[str, Any]:
         return next((event.data for event in reversed(_of_kind(by_rank, kind))), named(None))

@@ -85,18 +85,12 @@ def pipeline_of(run: RecordedRun, ledger: RunLedger) -> PipelineFacts | None:
     def stage(group: GroupPlan, at: int) -> PlannedStage:
         rank = group.ranks[at]
         return PlannedStage(
-            rank=rank,
-            layers=(group.cuts[at], group.cuts[at + 1] - 1),
-            planned_s=planned_s[rank],
-            measured_s=work_of.get(rank, math.nan),
-            idle=1.0 - work_of.get(rank, math.nan) / ledger.step_s,
-        )
+            rank=rank, layers=(group.cuts[at], group.cuts[at + 1] - 1), planned_s=planned_s[rank],
+            measured_s=work_of.get(rank, math.nan), idle=1.0 - work_of.get(rank, math.nan) / ledger.step_s,
+        )  # fmt: skip
 
     return PipelineFacts(
-        plan=plan,
-        cluster=cluster,
-        model=model,
+        plan=plan, cluster=cluster, model=model,
         stages=tuple(tuple(stage(group, at) for at in range(len(group.ranks))) for group in plan.groups),
-        planned_s=planned_s,
-        measured_s=ledger.step_s,
-    )
+        planned_s=planned_s, measured_s=ledger.step_s,
+    )  # fmt: skip

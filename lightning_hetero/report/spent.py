@@ -139,9 +139,7 @@ def outliers_of(times: StepStages) -> list[Outlier]:
                 others += 1
         if slow:
             all_of_them, ratio = not others and len(slow) > 1, over(taken_s, usual_s)
-            found.append(
-                Outlier(rank=rank, stages=tuple(slow), everything=all_of_them, only=others > 0, ratio=ratio)
-            )
+            found.append(Outlier(rank=rank, stages=tuple(slow), everything=all_of_them, only=others > 0, ratio=ratio))
     return sorted(found, key=lambda one: (-one.ratio, one.rank))
 
 

@@ -55,9 +55,7 @@ class Alternatives:
         return (self.chosen, chosen_s) if chosen_s < 0.98 * mine_s else (self.engine, mine_s)
 
 
-def alternatives_of(
-    run: RecordedRun, ledger: RunLedger, pipeline: PipelineFacts | None = None
-) -> Alternatives | None:
+def alternatives_of(run: RecordedRun, ledger: RunLedger, pipeline: PipelineFacts | None = None) -> Alternatives | None:
     """Returns what others would take; None where ranks' times do not compare, or too little was measured."""
     if pipeline is not None:
         return _of_pipeline(run, pipeline)
@@ -94,14 +92,11 @@ def alternatives_of(
         ddp[gone] = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
         other[gone] = ddp[gone] if count == run.ranks - 1 else of_few(compared, without(few, gone))
     return Alternatives(
-        engine=run.engine,
-        samples=setup.global_batch,
-        measured_s=measured_s,
-        engines=engines,
+        engine=run.engine, samples=setup.global_batch, measured_s=measured_s, engines=engines,
         chosen="ddp" if answer.chosen is None else answer.chosen.engine,
         sped_up={rank: of_few(engine, sped_up(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
         dropped={"ddp": ddp, compared: other},
-    )
+    )  # fmt: skip
 
 
 def _step_s(engine: EngineName, setup: Setup) -> float:
@@ -127,11 +122,8 @@ def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
         return evaluate_plan(model, faster, groups).total_s * off
 
     return Alternatives(
-        engine="pipeline",
-        samples=samples,
-        measured_s=found.measured_s,
+        engine="pipeline", samples=samples, measured_s=found.measured_s,
         engines={**others, "pipeline": found.measured_s},
         chosen=min(others, key=lambda name: others[name], default="pipeline"),
-        sped_up={rank: sped_up(rank) for group in groups for rank in group.ranks},
-        dropped={},
-    )
+        sped_up={rank: sped_up(rank) for group in groups for rank in group.ranks}, dropped={},
+    )  # fmt: skip

@@ -108,16 +108,9 @@ class Line:
 
 
 def lines(
-    series: Sequence[Line],
-    *,
-    label: str,
-    x_name: str,
-    y_name: str,
-    marks: Sequence[tuple[float, str]] = (),
-    level: float = math.nan,
-    fit: bool = False,
-    whole: bool = True,
-) -> Markup:
+    series: Sequence[Line], *, label: str, x_name: str, y_name: str, marks: Sequence[tuple[float, str]] = (),
+    level: float = math.nan, fit: bool = False, whole: bool = True,
+) -> Markup:  # fmt: skip
     """Returns a line chart, of several lines with a legend.
 
     Args:
@@ -196,13 +189,9 @@ def ratio_cell(ratio: float, tip: str, text: str = "") -> Cell | None:
 
 
 def heat_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    cells: Sequence[Sequence[Cell | None]],
-    *,
-    label: str,
+    rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Cell | None]], *, label: str,
     x_name: str = "",
-) -> Markup:
+) -> Markup:  # fmt: skip
     """Returns a row of cells for each name; None: an empty cell. Texts stand in cells that are wide enough."""
     left = min(150.0, 10.0 + max(text_width(name) for name in rows))
     wide = (WIDTH - left) / max(1, len(columns))

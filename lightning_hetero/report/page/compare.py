@@ -62,14 +62,11 @@ def figures(runs: Sequence[RunFacts]) -> Markup:
 
 _FIGURES: tuple[tuple[str, Callable[[RunFacts], float]], ...] = (
     ("ms per batch", lambda one: 1e3 * one.ledger.step_s),
-    ("samples per second", lambda one: one.ledger.samples_per_s),
-    ("samples per batch", lambda one: one.ledger.batch),
-    ("steps", lambda one: float(one.run.batches)),
-    ("waiting [%]", lambda one: 100.0 * one.ledger.waited),
+    ("samples per second", lambda one: one.ledger.samples_per_s), ("samples per batch", lambda one: one.ledger.batch),
+    ("steps", lambda one: float(one.run.batches)), ("waiting [%]", lambda one: 100.0 * one.ledger.waited),
     ("exchange [%]", lambda one: 100.0 * one.ledger.exchange),
-    ("device-seconds", lambda one: one.ledger.total.total_s),
-    ("fit [s]", lambda one: _value(one.result.get("fit_s"))),
-)
+    ("device-seconds", lambda one: one.ledger.total.total_s), ("fit [s]", lambda one: _value(one.result.get("fit_s"))),
+)  # fmt: skip
 
 
 def _result_metric(one: RunFacts) -> dict[str, float]:

@@ -60,9 +60,7 @@ def _schedule(found: PipelineFacts, number: int) -> Markup:
     for device, stage in enumerate(found.stages[number]):
         spans = [
             charts.Span(
-                start_s=start_s,
-                end_s=end_s,
-                kind=_KINDS.get(op.kind.value, "work"),
+                start_s=start_s, end_s=end_s, kind=_KINDS.get(op.kind.value, "work"),
                 tip=f"micro-batch {op.micro_batch} on rank {stage.rank}: {milliseconds(end_s - start_s)}",
                 label=str(op.micro_batch),
             )

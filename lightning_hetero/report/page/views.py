@@ -81,11 +81,9 @@ def timeline(facts: RunFacts) -> Drawn:
     end_s = max(now_s, *(span.end_s for spans in actual.values() for span in spans))
     rows = [(f"rank {rank}", spans) for rank, spans in actual.items()]
     drawing = charts.time_lines(
-        [*rows, ("ideal, each", ideal)],
-        end_s=end_s,
-        label="time lines of ranks, actual and ideal",
+        [*rows, ("ideal, each", ideal)], end_s=end_s, label="time lines of ranks, actual and ideal",
         breaks=[len(rows)],
-    )
+    )  # fmt: skip
     ideal_is = "the same work, spread evenly," if run.staged else "the same samples, shared so that all end together,"
     answer = (
         f"{len(chosen)} steps took {milliseconds(end_s)}; {ideal_is}"
