@@ -219,9 +219,8 @@ def _next_step(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what:
     if ledger.early >= _EARLY:
         return "A longer run waits less; there is nothing to do about the rest."
     rank, part = ledger.caused
-    if part >= _BLAMED:
-        return f"No engine of this package takes less; look at {_named(run, rank)}."
-    return "No engine of this package takes less. Steps differ from one another: larger batches would even them out."
+    todo = f"look at {_named(run, rank)}" if part >= _BLAMED else "steps differ, and larger batches would even them out"
+    return f"No other engine would gain enough to change; {todo}."
 
 
 def others_text(what: Alternatives) -> str:
