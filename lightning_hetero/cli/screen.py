@@ -138,7 +138,8 @@ class JobScreen(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         shares, step = getattr(trainer.strategy, "shares", ()), trainer.global_step
-        if not (shares and trainer.is_global_zero) or step - self._shown_at < min(self._shown_at, _SELDOM):
+        full = sum(shares) == getattr(trainer.strategy, "global_batch_size", None)  # an epoch's last batch may not be
+        if not (full and trainer.is_global_zero) or step - self._shown_at < min(self._shown_at, _SELDOM):
             return
         much = max(2.0, _MUCH * sum(shares) / len(shares))
         if len(shares) != len(self._shown) or max(abs(a - b) for a, b in zip(shares, self._shown, strict=True)) >= much:
