@@ -8,10 +8,12 @@
     Trainer(strategy="hetero_federated")         # or FederatedStrategy(local_steps=10)
 
 Importing it imports neither torch nor Lightning: commands that only read files start at once. The names are registered
-when ``lightning.pytorch`` is imported, before or after this package, and so are the classes.
+when ``lightning.pytorch`` is imported, before or after this package; the classes are imported when one of them is
+asked for, or with ``jsonargparse``.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -59,11 +61,26 @@ def _refused(name: str, **_: Any) -> object:
     return getattr(import_module("lightning_hetero.base.checks"), name)()
 
 
-class _Names(MetaPathFinder, Loader):
-    """Registers each name of stock DDP's, with ours instead of ``ddp``, when a package has been imported."""
+def _register(package: str) -> None:
+    """Registers each name of stock DDP's in a package's registry, with ours instead of ``ddp``."""
+    registry_name, refusal = _REGISTRIES[package]
+    strategies = import_module(f"{package}.strategies")
+    registry = getattr(strategies, registry_name)
+    ddp = {n: entry["init_params"] for n, entry in registry.items() if entry["strategy"] is strategies.DDPStrategy}
+    forked = {n.replace("_spawn", "_forkserver"): p for n, p in ddp.items() if "_spawn" in n}
+    ddp |= {name: {**params, "start_method": "forkserver"} for name, params in forked.items()}
+    for engine, cls in _STRATEGIES.items():
+        make, about = partial(_refused, refusal) if refusal else partial(_made, cls), f"{cls} of lightning-hetero"
+        for name, params in ddp.items():
+            ours = name.replace("ddp", f"hetero_{engine}", 1)
+            registry.register(ours, make, description=about, override=True, **params)
 
-    def __init__(self, package: str) -> None:
-        self.package = package
+
+class _When(MetaPathFinder, Loader):
+    """Calls a function when a package has been imported."""
+
+    def __init__(self, package: str, then: Callable[[], object]) -> None:
+        self.package, self.then = package, then
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self.package:
@@ -80,27 +97,13 @@ class _Names(MetaPathFinder, Loader):
     def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        self.register()
-
-    def register(self) -> None:
-        registry_name, refusal = _REGISTRIES[self.package]
-        strategies = import_module(f"{self.package}.strategies")
-        registry = getattr(strategies, registry_name)
-        ddp = {n: entry["init_params"] for n, entry in registry.items() if entry["strategy"] is strategies.DDPStrategy}
-        forked = {n.replace("_spawn", "_forkserver"): p for n, p in ddp.items() if "_spawn" in n}
-        ddp |= {name: {**params, "start_method": "forkserver"} for name, params in forked.items()}
-        for engine, cls in _STRATEGIES.items():
-            make, about = partial(_refused, refusal) if refusal else partial(_made, cls), f"{cls} of lightning-hetero"
-            for name, params in ddp.items():
-                ours = name.replace("ddp", f"hetero_{engine}", 1)
-                registry.register(ours, make, description=about, override=True, **params)
-        mine = {name for name in sys.modules if name.startswith("lightning_hetero.")}
-        if refusal is None and mine == {"lightning_hetero._version"}:  # else whoever asks imports them
-            import_module("lightning_hetero.public")  # command lines look for classes among those that are imported
+        self.then()
 
 
-for _package in _REGISTRIES:
+# Command lines look for classes among those that are imported.
+_THEN = {"jsonargparse": partial(import_module, "lightning_hetero.public")}
+for _package, _then in {**{name: partial(_register, name) for name in _REGISTRIES}, **_THEN}.items():
     if _package in sys.modules:
-        _Names(_package).register()
+        _then()
     else:
-        sys.meta_path.insert(0, _Names(_package))
+        sys.meta_path.insert(0, _When(_package, _then))

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 import sys
@@ -22,6 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import HeteroTrace, StragglerMonitor, ThrottleCallback
+from lightning_hetero.cli.loading import quiet_trainer
 from lightning_hetero.cluster.score import shares_text
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.record import read_events
@@ -37,10 +37,9 @@ _SHOWN = 4  # of stock DDP's steps, in a time line
 def train(strategy: str, folder: Path) -> Trainer:
     """Trains and records a run; on every rank."""
     emulated = ThrottleCallback(Scenario(speeds=list(SPEEDS), sample_s=_SAMPLE_S))
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy=strategy, accelerator="cpu", devices=len(SPEEDS), max_steps=_STEPS,
         callbacks=[emulated, StragglerMonitor(), HeteroTrace(str(folder / strategy))],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     data = RandomDataset(32, _STEPS * _BATCH * len(SPEEDS))
     trainer.fit(BoringModel(), DataLoader(data, _BATCH, shuffle=True))
@@ -81,8 +80,6 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:
         print("Training on emulated devices of speeds 1, 1, 1/2 and 1/4: about half a minute ...", flush=True)
     warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     trainers = [train(strategy, folder) for strategy in STRATEGIES]

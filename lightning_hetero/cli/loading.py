@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -17,6 +16,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.cli.ranks import quiet_loggers
 from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
@@ -107,8 +107,7 @@ def load_data(given: Any, *, name: str = "data") -> Any:
 
 def quiet_trainer(**options: Any) -> Trainer:
     """Returns a Trainer that writes and shows nothing."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_loggers()
     return Trainer(
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, **options,

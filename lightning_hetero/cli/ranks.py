@@ -57,12 +57,17 @@ def on_ranks(module: str, ranks: int, setting: dict[str, Any]) -> Any:
         return json.loads(path.read_text())
 
 
+def quiet_loggers() -> None:
+    """Lets Lightning say errors only."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def as_rank(find: Callable[[dict[str, Any]], Any]) -> None:
     """Runs ``find(setting)`` in a process group, and writes what rank 0's returns. For the program's ``main``."""
     path, setting = Path(sys.argv[1]), json.loads(sys.argv[2])
     warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_loggers()
     device = device_of_rank(setting.get("accelerator", "cpu"))
     device_of(device).make_current()
     dist.init_process_group(backend_of(device))

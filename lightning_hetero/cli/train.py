@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -34,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.checked import finite_or_none
-from lightning_hetero.cli.command import start
+from lightning_hetero.cli.command import CONF, start
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import read_if_there, read_result, write_report
 from lightning_hetero.cli.screen import JobScreen
@@ -47,7 +46,6 @@ from lightning_hetero.record.run import run_of
 
 RESULT_FILE = "result.json"
 _LOG = logging.getLogger(__name__)
-CONF = Path(__file__).resolve().parent / "conf"
 """The command's own configuration; groups for every app are in the top-level ``conf``, found by our Hydra plugin."""
 
 
@@ -253,7 +251,7 @@ def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) 
         "waited_device_s": finite_or_none(ledger.total.idle_s),
         "device_s": finite_or_none(ledger.total.total_s),
         "metric": {"name": cfg.metric.name, "mode": cfg.metric.mode, "value": metrics.get(cfg.metric.name)},
-        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
         "ranks": [asdict(rank) for rank in ledger.figures],
         "note": note,
     }

@@ -9,6 +9,7 @@ from lightning_hetero.cluster.units import rate_text, tasks_per_node
 from lightning_hetero.doctor import gpus, host
 from lightning_hetero.doctor.facts import Facts, Parity
 from lightning_hetero.doctor.finding import Finding, failing, fine, warning
+from lightning_hetero.plan.estimate import strategy_name
 
 _SPREAD = 1.05  # fastest over slowest, from which on devices are unequal: the probe's own tolerance
 _SLOW_LINK = 4.0  # fastest over slowest
@@ -89,7 +90,7 @@ def parity(facts: Facts) -> list[Finding]:
 
 
 def _parity_of(one: Parity) -> Finding:
-    check = f"gradients, {one.engine if one.engine == 'ddp' else f'hetero_{one.engine}'}"
+    check = f"gradients, {strategy_name(one.engine)}"
     if one.problem:
         say = warning if one.engine != "ddp" else failing
         return say(check, one.problem, "the message says what the engine cannot do with this module; others may")

@@ -15,6 +15,11 @@ from lightning_hetero.types import PipelinePlan
 EngineName = Literal["ddp", "balanced", "stale", "pipeline"]
 
 
+def strategy_name(engine: str) -> str:
+    """Returns an engine's name as the Trainer and the command take it."""
+    return engine if engine == "ddp" else f"hetero_{engine}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """One engine on one set-up.
@@ -48,7 +53,7 @@ class Estimate:
     @property
     def strategy(self) -> str:
         """The strategy's name, as the Trainer and the command take it."""
-        return "ddp" if self.engine == "ddp" else f"hetero_{self.engine}"
+        return strategy_name(self.engine)
 
     @property
     def ok(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cluster.spec import cluster_to_plain
-from lightning_hetero.plan.estimate import EngineName, Estimate
+from lightning_hetero.plan.estimate import EngineName, Estimate, strategy_name
 from lightning_hetero.plan.parallel import balanced, ddp
 from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.setup import Setup
@@ -111,7 +111,7 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
         ValueError: no engine, or an unknown one.
     """
     if not engines or set(engines) - set(ENGINES):
-        known = ", ".join(name if name == "ddp" else f"hetero_{name}" for name in ENGINES)
+        known = ", ".join(map(strategy_name, ENGINES))
         raise ValueError(f"engines={list(engines)!r} must be one or more of {known}")
     estimates = [ENGINES[name](setup) for name in ENGINES if name in engines]
     chosen = _choose(estimates, pipeline_ahead)

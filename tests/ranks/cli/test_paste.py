@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch
 import pytest
@@ -24,12 +25,9 @@ def fit(rank: int, world: int, program: str) -> tuple[int, str]:
         "plugins": [RankEnvironment(rank, world)], "max_steps": 1, "limit_val_batches": 0, "logger": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
-    usual, lightning.pytorch.Trainer = lightning.pytorch.Trainer, partial(lightning.pytorch.Trainer, **here)  # type: ignore
     made: dict[str, Any] = {}
-    try:
+    with patch.object(lightning.pytorch, "Trainer", partial(lightning.pytorch.Trainer, **here)):
         exec(program, made)
-    finally:
-        lightning.pytorch.Trainer = usual  # type: ignore[misc]
     trainer = made["trainer"]
     trainer.fit(load_module(MODULE), datamodule=load_data(DATA))
     return trainer.global_step, type(trainer.strategy).__name__

@@ -2,7 +2,7 @@
 
 Every Hydra app on the machine imports this file at its start, whether it uses us or not. So it imports
 nothing of ours, and hands Hydra a folder rather than ``pkg://lightning_hetero.conf``: to resolve that address
-Hydra would import `lightning_hetero` and with it torch and Lightning, seconds for a stranger.
+Hydra would import `lightning_hetero`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _register_names() -> None:
     """Lets ``trainer.strategy=hetero_balanced`` be a plain string in an app that has imported Lightning by now.
 
     Lightning asks no entry point before it looks the string up: its ``callbacks_factory`` comes later. Importing
-    `lightning_hetero`, here or by the app, replaces these entries by the classes.
+    `lightning_hetero`, here or by the app, replaces these entries by its own.
     """
     strategies = sys.modules.get("lightning.pytorch.strategies")
     registry = getattr(strategies, "StrategyRegistry", None)
