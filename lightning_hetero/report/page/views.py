@@ -19,7 +19,6 @@ from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.spent import StepStage, StepStages
 from lightning_hetero.report.verdict import (
-    as_fast,
     begun,
     engine_name,
     milliseconds,
@@ -236,7 +235,7 @@ def scores(facts: RunFacts) -> Drawn:
 
 
 def what_if(facts: RunFacts) -> Drawn:
-    """Other engines, a faster rank, fewer devices."""
+    """Other engines."""
     what = facts.alternatives
     if what is None:
         pipeline = "layers were not measured, so there is no model of the plan to ask"
@@ -249,32 +248,7 @@ def what_if(facts: RunFacts) -> Drawn:
         [charts.Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
         label="time of a batch by engine",
     )
-    answer = others_text(what) or f"A global batch took {milliseconds(what.measured_s)}."
-    now_s = what.engines.get(what.engine, what.engines.get("ddp", math.nan))
-    if what.sped_up and now_s > 0:
-        gains = {rank: max(0.0, 1.0 - step_s / now_s) for rank, step_s in what.sped_up.items()}
-        top = max(gains, key=lambda rank: gains[rank])
-        like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
-        if gains[top] > 0.02:
-            answer += f" If rank {top} were as fast as {like}, a step would be {as_fast(1.0 / (1.0 - gains[top]))}."
-        else:
-            answer += " No single rank holds up the others by 2 %."
-    if what.dropped:
-        words = [_dropped(engine_name(name), taken_s) for name, taken_s in what.dropped.items()]
-        answer += f" {begun('; '.join(filter(None, words)))}."
-    return answer, body
-
-
-def _dropped(name: str, taken_s: Mapping[tuple[int, ...], float]) -> str:
-    """Returns in words which devices are best dropped under an engine; nothing where that is not known."""
-    known = [(s, ranks) for ranks, s in taken_s.items() if not math.isnan(s)]
-    if not known:
-        return ""
-    seconds, ranks = min(known, key=lambda pair: pair[0])
-    saved = 1.0 - seconds / known[0][0]
-    if not ranks or saved < 0.02:
-        return f"{name} is fastest with all devices"
-    return f"{name} is fastest without {ranks_text(sorted(ranks))} ({as_fast(1.0 / (1.0 - saved))})"
+    return others_text(what) or f"A global batch took {milliseconds(what.measured_s)}.", body
 
 
 def shares(facts: RunFacts) -> Drawn:
