@@ -70,7 +70,6 @@ def test_a_decision_is_in_force_after_the_lag_and_its_migration_comes_first() ->
     plan = best_plan(MODEL, CAPPED, 12, micro_batch_size=2)
     [group] = plan.groups
     first, border, end = group.cuts
-    assert group.ranks == (0, 1)
     other = replace(plan, groups=(replace(group, cuts=(first, border - 1, end)),))
     decision = Decision(batch=3, generation=1, kind="plan", plan=other, reason="")
     machine = Machine(MODEL, CAPPED, pause_s=0.5, layer_s=0.1)
