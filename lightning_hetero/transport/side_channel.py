@@ -66,14 +66,9 @@ class SideChannel:
 
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
         """Returns rank 0's list of indices on every rank; others pass ``None``. Blocking, once per epoch."""
-        length = torch.tensor([0 if indices is None else len(indices)], dtype=torch.int64)
-        dist.broadcast(length, src=0, group=self.group)
-        if self.rank == 0:
-            data = torch.tensor(indices, dtype=torch.int64)
-        else:
-            data = torch.empty(int(length.item()), dtype=torch.int64)
-        dist.broadcast(data, src=0, group=self.group)
-        return data.tolist()
+        told: list = [None if indices is None else list(map(int, indices))]
+        dist.broadcast_object_list(told, src=0, group=self.group)
+        return told[0]
 
     def sum_async(self, value: float) -> Callable[[], float]:
         """Starts summing ``value`` over the ranks; call the result to wait for the sum."""
