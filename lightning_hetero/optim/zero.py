@@ -318,7 +318,7 @@ def _pieces(value: Any) -> Sequence[Tensor]:
 
 
 def _without_rows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter's state consists of: tensors without memory, numbers as they are."""
+    """What a parameter's state consists of: tensors without memory, and numbers."""
     return {k: v if not isinstance(v, Tensor) else v.to("meta") if _pieces(v) else v.cpu() for k, v in state.items()}
 
 
