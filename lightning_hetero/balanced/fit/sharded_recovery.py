@@ -113,7 +113,7 @@ class ShardedRecovery(Recovery):
         except RuntimeError as error:
             self._check(step, error, args, size)
         # Out of the handler, so that the error's frames are gone and with them what they hold.
-        return self._drained(step, args, kwargs)
+        return self._drained(step, args, kwargs, size)
 
     def _check(self, step: GuardedStep, error: BaseException, args: tuple[Any, ...], size: int | None) -> None:
         """Raises the error, with the reason, if the pass cannot be finished without this rank's part."""
@@ -135,12 +135,14 @@ class ShardedRecovery(Recovery):
         groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
         return [p for group in groups for p in group["params"]]
 
-    def _drained(self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made:
+    def _drained(
+        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None
+    ) -> _Made:  # fmt: skip
         """Returns an output for the rest of a pass that memory was too short for, on as few samples as there can be."""
         done = self._passes.done
         self._passes.reset()
         free_memory(self._pieces.device)
-        piece = self._few(step, args[0])
+        piece = self._few(step, args, size)
         self._again.callback(self._pieces.save())
         self._again.enter_context(self._passes.again(done))
         with self._last_try(step), compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
@@ -154,9 +156,10 @@ class ShardedRecovery(Recovery):
             short = "not even as few samples fit as there can be"
             give_up(step.reason, short if is_out_of_memory(error) else f"{type(error).__name__}: {error}", error)
 
-    def _few(self, step: GuardedStep, batch: Any) -> Any:
-        samples, least = compat.size_of_batch(self._trainer, required=False, batch=batch), least_samples(self._module)
-        return self._pieces.split(step, batch, [least, samples - least])[0] if samples >= 2 * least else batch
+    def _few(self, step: GuardedStep, args: tuple[Any, ...], size: int | None = None) -> Any:
+        """Returns as few of so many samples as there can be; None: of the whole batch's."""
+        samples, least = self._count(step, args) if size is None else size, least_samples(self._module)
+        return self._pieces.split(step, args[0], [least, samples - least])[0] if samples >= 2 * least else args[0]
 
     def _in_passes(
         self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, logs: PieceLogs,
@@ -231,7 +234,7 @@ class ShardedRecovery(Recovery):
                 logs.keep()
 
         def idle() -> None:
-            given, put_back = (self._few(step, args[0]), *args[1:]), self._pieces.save()
+            given, put_back = (self._few(step, args), *args[1:]), self._pieces.save()
             with compat.unlogged(self._module):
                 output, _ = self._forward(step, given, kwargs, 1, math.inf, None)
                 self._differentiate(step, given, kwargs, 1, loss_of(output), Tensor.backward, None)
@@ -276,7 +279,7 @@ class ShardedRecovery(Recovery):
             with ExitStack() as stack:
                 for name, replacement in self._alone().items():
                     stack.enter_context(patched(self._trainer.strategy, name, replacement))
-                output, failed = self._drained(step, args, kwargs)
+                output, failed = self._drained(step, args, kwargs, size)
             loss = loss_of(output)
             assert loss is not None
             with self._last_try(step):
