@@ -33,6 +33,7 @@ from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import too_few
 from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.transport.side_channel import PartChannel
 from lightning_hetero.types import StepReport
 
 
@@ -43,6 +44,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         trainer: the running trainer.
         strategy: that of the trainer.
         settings: the arguments that only this engine has.
+        members: ranks that train on the same part of a batch, neighbours.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -55,7 +57,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         signals: end all ranks together.
     """
 
-    def __init__(self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings) -> None:
+    engine = "balanced"
+
+    def __init__(
+        self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1
+    ) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
@@ -71,18 +77,20 @@ class BalancedRun(EngineRun[BalancedBinder]):
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
             "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
-            "ddp": repr(sorted(strategy.ddp_arguments.items())),
+            "stock": repr(sorted(strategy.agreed.items())),
             **self.policy.settings(),
         }
         super().__init__(trainer, timeout=timeout, settings=agreed)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
-        self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings)
+        channel = self.channel if members == 1 else PartChannel(self.channel, members)
+        name = type(strategy).__name__
+        self.binder = BalancedBinder(trainer, channel, self.policy, shared, settings, strategy_name=name)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
-        world, counts = self.channel.world_size, shared.weight_in(self.module)
+        world, counts = channel.world_size, shared.weight_in(self.module)
         self.weight = LossWeight(
-            channel=self.channel, world_size=world, reduction=shared.loss_reduction, batch_weight=counts
+            channel=channel, world_size=world, reduction=shared.loss_reduction, batch_weight=counts
         )
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
@@ -173,7 +181,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return None
         longer = f"with equal shares the slowest rank would work {equal_s / slowest_s:.2f} times as long"
         return (
-            f"hetero_balanced: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
+            f"hetero_{self.engine}: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
             f" {too_few(self.trainer.global_step) or longer}"
         )
 
@@ -281,10 +289,13 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def _backward_ended(self) -> None:
         """This rank's own gradients are complete."""
         self.probe.backward_ended()
-        model = self._model
-        self.times.synced |= isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        self.times.synced |= self.exchanges_gradients()
         if self.automatic:
             self.step_over()
+
+    def exchanges_gradients(self) -> bool:
+        """Whether the ranks' gradients meet at the end of the backward pass that runs."""
+        return isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
 
     def step_over(self) -> None:
         """This rank's own work is over: under manual optimization with ``training_step``, optimizers included."""

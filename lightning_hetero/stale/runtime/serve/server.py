@@ -29,7 +29,7 @@ from lightning_hetero.stale.runtime.serve.pushes import Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Request, Say
-from lightning_hetero.transport.flags import MeetFlag, PushFlag
+from lightning_hetero.transport.flags import MeetFlag
 from lightning_hetero.transport.listener import Listener
 from lightning_hetero.transport.membership import Come, Limits, Membership, RunEndsError
 from lightning_hetero.transport.progress import Stamp
@@ -233,11 +233,9 @@ class ParameterServer:
             except Exception as error:  # nothing has changed: it is the asker's alone
                 words = f"the parameter server could not answer {kind.name}: {type(error).__name__}: {error}"
                 self._answers.answer(rank, Say.FAILED, text=failure_text(words, error))
-        elif request.epoch < self._epochs.number:
-            self._of_epoch_before(rank, request)
         else:
-            if request.epoch > self._epochs.number:
-                raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
+            if request.epoch != self._epochs.number:
+                raise ValueError(f"it is in epoch {request.epoch}, the server in {self._epochs.number}")
             if not 0 <= request.global_step <= self.coordinator.global_step:
                 raise ValueError(f"it is in batch {request.global_step}, the server in {self.coordinator.global_step}")
             serve = self._pushes.claim if kind is Ask.CLAIM else self._pushes.push
@@ -264,25 +262,10 @@ class ParameterServer:
                 request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.global_step, now=now
             )
             self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
-            self._epochs.begin(request.epoch, epoch, self._members.live)
+            self._epochs.begin(request.epoch, epoch)
             self._batch.begin()
-        hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
+        hints = self.coordinator.hints(rank)
         self._answers.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
-
-    def _of_epoch_before(self, rank: int, request: Request) -> None:
-        """The worker was silent while the others finished its epoch: what it has is discarded, politely."""
-        if request.kind is Ask.PUSH:
-            self.counts.discarded["gone"] += request.samples
-        words = self._epochs.words(request.epoch)
-        if request.kind is Ask.PUSH and not request.flags & PushFlag.FINAL:
-            self._answers.answer(rank, Say.APPLIED)
-        elif not 0 <= request.global_step < len(words):
-            raise ValueError(f"batch {request.global_step} of epoch {request.epoch}, which had {len(words)}")
-        else:
-            self._answers.answer(
-                rank, Say.PASSED, epoch=request.epoch, global_step=len(words), numbers=words[request.global_step :],
-                wasted=request.kind is Ask.PUSH, **self._answers.measures_for(request),
-            )  # fmt: skip
 
     def _settle_meeting(self, now: float) -> None:
         """Answers the meeting if all have come; not before all that has happened is taken in, deaths above all."""
