@@ -67,7 +67,6 @@ class ShardedRecovery(Recovery):
     def close(self) -> None:
         super().close()
         self._again.close()
-        self._passes.close()
 
     def _any(self, *flags: bool) -> list[bool]:
         """Returns which flags some rank has set; a collective."""
@@ -237,7 +236,7 @@ class ShardedRecovery(Recovery):
             given, put_back = (self._few(step, args), *args[1:]), self._pieces.save()
             with compat.unlogged(self._module):
                 output, _ = self._forward(step, given, kwargs, 1, math.inf, None)
-                self._differentiate(step, given, kwargs, 1, loss_of(output), Tensor.backward, None)
+                self._differentiate(step, given, kwargs, 1, loss_of(output), Tensor.backward)
             put_back()
 
         def more(left: int) -> bool:
@@ -250,7 +249,8 @@ class ShardedRecovery(Recovery):
 
     def _differentiate(
         self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None, loss: Tensor | None,
-        run: Callable[[Tensor], None], failed: int | None, holders: Sequence[Tensor] = (),
+        run: Callable[[Tensor], None], failed: int | None = None, holders: Sequence[Tensor] = (),
+        ended: Callable[[Tensor], object] = id,
     ) -> int | None:  # fmt: skip
         """Runs the backward pass of a pass, to its end, whatever happens; returns when memory ran out, see `_Made`.
 
@@ -262,6 +262,7 @@ class ShardedRecovery(Recovery):
             run: differentiates it.
             failed: see `_Made`; of the forward pass.
             holders: tensors besides ``loss`` that hold the graph.
+            ended: see `backward`.
         """
         if loss is not None:
             try:
@@ -282,6 +283,8 @@ class ShardedRecovery(Recovery):
                 output, failed = self._drained(step, args, kwargs, size)
             loss = loss_of(output)
             assert loss is not None
+            self._believed = False
+            ended(loss)  # in the peers' order: the ranks exchange their records there
             with self._last_try(step):
                 run(loss)
         self._passes.end()
@@ -313,10 +316,9 @@ class ShardedRecovery(Recovery):
             run(loss)
             return
         (args, kwargs), step.arguments = step.arguments, None
-        if void := self._weight.factor() == 0.0:
-            self._passes.void = math.inf
+        counts = not self._passes.void
         self._pieces.exchanged = 0  # the collectives of forward are over
-        done = self._differentiate(step, args, kwargs, None, loss, run, None, holders)
+        done = self._differentiate(step, args, kwargs, None, loss, run, holders=holders, ended=ended)
         if not self._any(done is not None)[0]:
             if step.samples:
                 self._memory.end(step.samples)
@@ -324,12 +326,12 @@ class ShardedRecovery(Recovery):
             return
         if done is not None and step.loss_gradient is None:
             give_up(step.reason, "memory ran out outside of the batch's own graph")
-        self._believed, step.cut_again, self._short = False, True, True
+        step.cut_again = self._short = True
         most = total = self._count(step, args)
         todo = deque[ToDo]()
         if done is not None:
             most = self._pieces.failed(total)
-            if not void:
+            if counts:
                 todo.append((args[0], total, done, None))
         put_back = self._pieces.save()  # the forward pass that fitted has logged and counted
         with compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
@@ -337,9 +339,6 @@ class ShardedRecovery(Recovery):
         put_back()
         if done is not None:
             self._tell(step, total)
-        end = torch.zeros((), requires_grad=True).clone()
-        ended(end)
-        end.backward()
 
 
 def _ran_out(error: BaseException) -> bool:

@@ -38,7 +38,8 @@ class FSDPPasses:
         self._skip = self._ended = 0
         self._reduced = True  # the last reduce-scatter was not left out
         self._modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        self._groups: list[Any] = list({g: None for m in self._modules for g in _state(m)._fsdp_param_groups})
+        groups = {g: None for m in self._modules for g in getattr(_state(m), "_fsdp_param_groups", ())}
+        self._groups: list[Any] = list(groups)
         for group in self._groups:
             group._all_gather_comm = _Comm(group._all_gather_comm, self._gathers)
             group._reduce_scatter_comm = _Comm(group._reduce_scatter_comm, self._reduces)
