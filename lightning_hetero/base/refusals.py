@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -29,6 +30,26 @@ _CHANGE_WHAT_IS_TRAINED = {
     "param_to_hook_all_reduce",
     "process_group",
 }
+
+
+def shards_itself(module: LightningModule) -> bool:
+    """Whether a module is sharded, or will be in its ``configure_model``: it names what that needs."""
+    names = getattr(getattr(module.configure_model, "__code__", None), "co_names", ())
+    sharded = any(isinstance(m, FSDPModule) for m in module.modules())
+    return sharded or not {"fully_shard", "device_mesh"}.isdisjoint(names)
+
+
+def refuse_sharding(module: LightningModule, strategy: str) -> None:
+    """Refuses a module that is sharded: such a one has no whole copy on each rank.
+
+    Raises:
+        TypeError: with the way out.
+    """
+    if shards_itself(module):
+        raise TypeError(
+            f"{type(module).__name__} shards itself in configure_model (fully_shard, device_mesh), and {strategy} needs"
+            " the whole model on each rank: use strategy='hetero_sharded', which balances sharded models"
+        )
 
 
 def refuse_saving_in_step() -> None:

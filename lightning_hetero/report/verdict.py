@@ -1,16 +1,15 @@
-"""In words: what one came for, how long was waited, why, what to do, and which ranks and stages are slow (layer P)."""
+"""In words: what one came for, how long was waited, why, and what to do (layer P)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
-from lightning_hetero.report.scores import Scores
-from lightning_hetero.report.spent import HOT, Outlier, StepStage, StepStages, outliers_of
+from lightning_hetero.report.scores import HOT, Scores
 from lightning_hetero.report.what_if import Alternatives
 
 _LITTLE = 0.03  # of the ranks' time
@@ -23,9 +22,6 @@ _ALIKE = 0.02  # of a time; less is no difference
 _SHORT_S = 3e-3  # below that an engine's own work costs as much as it saves
 _SETTLED = 30  # steps by which shares fit the devices
 
-_MUCH = 0.2  # of a step; a stage that all ranks share is named from here on
-_TELLING = 100.0  # times the median; beyond, the median is next to nothing
-_MOST_NAMED = 6  # ranks in a sentence
 _ENGINES = ("balanced", "stale", "pipeline", "federated")
 _SHARES = ("balanced", "stale")  # engines that give slow ranks less
 
@@ -237,64 +233,3 @@ def others_text(what: Alternatives) -> str:
             words.append(f"{engine_name(engine)} would take about {milliseconds(seconds)}{than}")
     took = f"{engine_name(what.engine)} took {milliseconds(what.measured_s)} per global batch of {what.samples} samples"
     return begun("; ".join([took, *words]) + ".") if words else ""
-
-
-# ---- stages of a step -----------------------------------------------------------------------------------------
-
-
-def stage_names(run: RecordedRun) -> Mapping[str, str]:
-    """Returns what the stages are called, by kind."""
-    names = {"work": "own work", "exchange": "exchange", "waiting": "waiting", "between": "between steps"}
-    if run.engine == "stale":
-        names["exchange"] = "server"
-    elif run.engine == "federated":
-        names |= {"work": "local steps", "exchange": "averaging"}
-    elif run.staged:
-        names["waiting"] = "bubbles"
-    return names
-
-
-def stage_answer(times: StepStages, names: Mapping[str, str]) -> str:
-    """Returns in a sentence whether it is one rank, one stage, or all; ``names``: of the stages, see `stage_names`."""
-    work = times.stages[0]
-    if all(math.isnan(ratio) for ratio in work.ratios):
-        return "Ranks hold different layers, which were not measured before the run, so they do not compare."
-    others = [stage for stage in times.stages if stage.kind != "work" and times.part(stage) >= _MUCH]
-    common = max(others, key=times.part, default=None)
-    if found := outliers_of(times):
-        kinds: dict[tuple[tuple[str, ...], bool, bool], list[Outlier]] = {}
-        for one in found:
-            kinds.setdefault((one.stages, one.everything, one.only), []).append(one)
-        words = [_slow(alike, len(work.seconds), names) for alike in list(kinds.values())[:2]]
-        if common is not None and common.kind == "exchange":
-            words.append(_shared(times, common, names))
-        return begun("; ".join(words) + ".")
-    if common is not None:
-        return f"No rank stands out: {_shared(times, common, names)}."
-    told = f"{names['work']} is {percent(times.part(work))} of a step"
-    return f"Nothing stands out: ranks take about as long as one another, and {told}."
-
-
-def _slow(found: Sequence[Outlier], ranks: int, names: Mapping[str, str]) -> str:
-    first, many = found[0], len(found) > 1
-    named = f"{len(found)} of {ranks} ranks"
-    if len(found) <= _MOST_NAMED:
-        named = ranks_text(sorted(one.rank for one in found))
-    stages = " and ".join(_in(names[kind]) for kind in first.stages)
-    where = "in everything" if first.everything else stages + (" only" if first.only else "")
-    by = "" if first.ratio > _TELLING else f" ({'up to ' if many else ''}{first.ratio:.1f} times the median)"
-    return f"{named} {'are' if many else 'is'} slow {where}{by}"
-
-
-def _shared(times: StepStages, stage: StepStage, names: Mapping[str, str]) -> str:
-    """Returns what to say of a stage that is much of every rank's step."""
-    spent = f"spend {percent(times.part(stage))} of a step {_in(names[stage.kind])}"
-    if stage.kind != "waiting":
-        return f"all ranks {spent}"
-    by_turns = names["waiting"] == "waiting" and names["exchange"] == "exchange"
-    return f"ranks {spent}" + (", at different times" if by_turns else "")
-
-
-def _in(name: str) -> str:
-    special = {"between steps": name, "waiting": name, "server": "at the server", "exchange": "in the exchange"}
-    return special.get(name, f"in {name}")

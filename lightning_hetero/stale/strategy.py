@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,6 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
 from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling, refuse_monitored_steps
 from lightning_hetero.stale.fit.run import StaleRun
-from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.start import ServerSettings
@@ -123,8 +122,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         if not (model is None or callable(getattr(model, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
-        self._compression: CompressionName | None = compression
-        self._server = ServerSettings(
+        self.compression: CompressionName | None = compression
+        self.server = ServerSettings(
             policy=self.policy, predictor=model, nonfinite=nonfinite, shards=shards, liveness_s=liveness_s
         )
 
@@ -132,26 +131,23 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self._settings(), self.members, self._invitation)
+        return StaleRun(trainer, self, self._invitation)
 
-    def _settings(self) -> StaleSettings:
-        """Returns what a fit takes from the arguments, and where this rank runs."""
-        assert self.cluster_environment is not None
-        agreed = {
+    def agreed(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, in words."""
+        return {
             "policy": repr(self.policy.settings()),
             "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self._compression),
+            "compression": repr(self.compression),
             "loss_reduction": self.shared.loss_reduction,
             "transport": self.transport,
-            "nonfinite": self._server.nonfinite,
+            "nonfinite": self.server.nonfinite,
         }
-        divide_by = float(self.world_size) if self.shared.loss_reduction == "sum" else None
-        return StaleSettings(
-            shared=self.shared, server=replace(self._server, divide_by=divide_by),
-            compression=self._compression, agreed=agreed, shares_memory=self.transport != "pairs",
-            host=self.host_name(), environment=self.cluster_environment,
-            backend=self.process_group_backend or "gloo", timeout=self.timeout,
-        )  # fmt: skip
+
+    @property
+    def patience(self) -> timedelta:
+        """How long to wait for others: the timeout, or torch's usual one."""
+        return self.timeout or timedelta(minutes=30)
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -189,7 +185,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             self.share_start(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        return {"nonfinite": "skip"} if self._server.nonfinite == "skip" else {}
+        return {"nonfinite": "skip"} if self.server.nonfinite == "skip" else {}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,9 @@ from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
+Done = tuple[Any, Tensor | None, int]
+"""Of a piece: its output without the loss, what it adds to the loss, and its samples."""
+
 
 class Recovery:
     """Runs this rank's steps, in pieces if need be, and learns how many samples fit.
@@ -47,7 +50,12 @@ class Recovery:
         cap: what is known of this rank's memory; kept up to date.
         constant: see `compat.weigh_logs`.
         learned: told what a failure has taught, for a trace.
+
+    Attributes:
+        weighed: the loss that this step's ``training_step`` has returned counts what this rank counts already.
     """
+
+    weighed = False
 
     def __init__(
         self, trainer: Trainer, model: nn.Module, *, device: HostDevice, weight: LossWeight, cap: MemoryCap,
@@ -83,7 +91,29 @@ class Recovery:
         return patched(self._module, "training_step", self._training_step)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step, cap, pieces = self._step, self.cap, self._pieces
+        step, pieces = self._step, self._pieces
+        samples, most = self._begin(step, args)
+        if step.planned or most < samples:
+            return self._in_pieces(step, args, kwargs, most)
+        put_back = pieces.save() if self.cap.untried(samples) else None
+        self._memory.begin(samples)
+        try:
+            output = step.original(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            pieces.check(step, error, self._count(step, args))
+        else:
+            return self._computed(step, args, kwargs, output)
+        # Out of the handler, so that the error's frames are gone and with them what they hold.
+        if put_back is not None:
+            put_back()
+        step.cut_again = True
+        return self._in_pieces(step, args, kwargs, pieces.failed(self._count(step, args)))
+
+    def _begin(self, step: GuardedStep, args: tuple[Any, ...]) -> tuple[int, int]:
+        """Returns the samples of the batch, -1 if that is not known yet, and how many to compute at once."""
+        cap, pieces = self.cap, self._pieces
         self._believed, pieces.tried, pieces.exchanged = True, False, 0
         step.arguments = step.loss_gradient = None
         if step.samples is None and cap.failed is not None:
@@ -93,27 +123,15 @@ class Recovery:
         if cap.exceeded_by(most):
             step.cut_again, most = True, cap.safe
             step.reason = step.reason or f"{samples} samples do not fit, as was learned before"
-        if step.planned or most < samples:
-            return self._in_pieces(step, args, kwargs, most)
-        put_back = pieces.save() if cap.untried(samples) else None
-        self._memory.begin(samples)
-        try:
-            output = step.original(*args, **kwargs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            pieces.check(step, error, self._count(step, args))
-        else:
-            step.arguments = (args, kwargs)
-            loss = _loss_of(output)
-            if loss is not None and loss.requires_grad:
-                loss.register_hook(partial(_note_gradient, step))
-            return output
-        # Out of the handler, so that the error's frames are gone and with them what they hold.
-        if put_back is not None:
-            put_back()
-        step.cut_again = True
-        return self._in_pieces(step, args, kwargs, pieces.failed(self._count(step, args)))
+        return samples, most
+
+    def _computed(self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Returns the output of the batch, which has fitted in forward."""
+        step.arguments = (args, kwargs)
+        loss = loss_of(output)
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(partial(_note_gradient, step))
+        return output
 
     def _count(self, step: GuardedStep, args: tuple[Any, ...]) -> int:
         """Returns the batch's samples; not counted before they are needed, as it takes a walk through the batch."""
@@ -135,9 +153,22 @@ class Recovery:
         first, done = self._run_pieces(step, args, kwargs, most, gradients, logs)
         for _ in range(sum(not size for size in step.planned)):  # peers have more pieces, and a step may communicate
             with compat.metrics_frozen(self._module), statistics_kept(self._module), logs.collecting(first, 0):
-                loss = _loss_of(step.original(first, *args[1:], **kwargs))
+                loss = loss_of(step.original(first, *args[1:], **kwargs))
             if loss is not None:
                 gradients.add(loss, 0.0)
+
+        def stand(value: Tensor) -> Tensor:
+            found = gradients.gradients()
+            self._pieces.check_reached(step, (p in found for p in self._pieces.trained()))
+            return stand_in(value, found)
+
+        return self._joined(step, args, logs, done, stand)
+
+    def _joined(
+        self, step: GuardedStep, args: tuple[Any, ...], logs: PieceLogs, done: Sequence[Done],
+        stand: Callable[[Tensor], Tensor],
+    ) -> Any:  # fmt: skip
+        """Returns the whole batch's output, with the loss that ``stand`` makes of its value."""
         self._believed = not step.cut_again
         logs.publish()
         if self._pieces.tried:
@@ -145,15 +176,13 @@ class Recovery:
         outputs, values, sizes = zip(*done, strict=True)
         if any(value is None for value in values):
             return None  # Lightning says what that means
-        value, found = torch.stack(values).sum(0), gradients.gradients()
-        self._pieces.check_reached(step, (p in found for p in self._pieces.trained()))
-        rest, loss = join_outputs(outputs, sizes), stand_in(value, found)
+        loss, rest = stand(torch.stack(values).sum(0)), join_outputs(outputs, sizes)
         return loss if rest is None else {"loss": loss, **rest}
 
     def _run_pieces(
         self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, gradients: PieceGradients,
         logs: PieceLogs | None = None,
-    ) -> tuple[Any, list[tuple[Any, Tensor | None, int]]]:  # fmt: skip
+    ) -> tuple[Any, list[Done]]:  # fmt: skip
         """Runs all pieces of a batch and adds up their gradients.
 
         Args:
@@ -162,20 +191,20 @@ class Recovery:
             logs: takes what they log; None: of the pieces nothing is kept besides.
 
         Returns:
-            The first piece; and of each its output without the loss, what it adds to the loss, and its samples.
+            The first piece; and what is kept of each.
         """
         total = self._count(step, args)
-        done: list[tuple[Any, Tensor | None, int]] = []
+        done: list[Done] = []
 
-        def run(piece: Any, size: int) -> None:
+        def run(piece: Any, size: int, void: float) -> None:
+            del void
             with nullcontext() if logs is None else logs.collecting(piece, size):
                 output = step.original(piece, *args[1:], **kwargs)
-            loss, weight, value = _loss_of(output), self._weight.of_piece(piece, size, total), None
+            loss, weight = loss_of(output), self._weight.of_piece(piece, size, total)
             if loss is not None:
                 gradients.add(loss, weight, step.loss_gradient)
-                value = loss.detach() * weight if weight else torch.zeros_like(loss)
             if logs is not None:
-                done.append((apply_to_collection(_without_loss(output), Tensor, Tensor.detach), value, size))
+                done.append(done_of(output, weight, size))
                 logs.keep()
 
         return self._pieces.run(step, args[0], most, run), done
@@ -294,10 +323,13 @@ def _note_gradient(step: GuardedStep, gradient: Tensor) -> None:
     step.loss_gradient = gradient
 
 
-def _loss_of(output: Any) -> Tensor | None:
+def loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
 
 
-def _without_loss(output: Any) -> Any:
-    return {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else None
+def done_of(output: Any, weight: float, size: int) -> Done:
+    loss = loss_of(output)
+    rest = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else None
+    value = None if loss is None else loss.detach() * weight if weight else torch.zeros_like(loss)
+    return apply_to_collection(rest, Tensor, Tensor.detach), value, size

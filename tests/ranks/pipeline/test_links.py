@@ -88,7 +88,7 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
 
 
 def exchange(rank: int, world_size: int) -> None:
-    options: dict[str, Any] = {"device": torch.device("cpu"), "failures": board(rank, "a"), "timeout_s": 20.0}
+    options: dict[str, Any] = {"device": torch.device("cpu"), "failures": board(rank, "a", 3.0), "timeout_s": 20.0}
     for _ in range(2):  # one after the other on the same wire
         links = StageLinks(dist.group.WORLD, rank, [1 - rank], **options)
         for m, value in enumerate(values()):  # both at once, unasked
