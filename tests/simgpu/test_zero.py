@@ -28,7 +28,8 @@ def _trained(rank: int, options: dict[str, Any]) -> tuple[float, set[str], tuple
     for _ in range(2):
         torch.manual_seed(0)
         models.append(nn.Sequential(nn.Linear(7, 31), nn.Tanh(), nn.Linear(31, 5)).cuda())
-    alone, ours = AdamW(models[0].parameters(), **options), UnevenZeroOptimizer(models[1].parameters(), AdamW, **options)
+    alone = AdamW(models[0].parameters(), **options)
+    ours = UnevenZeroOptimizer(models[1].parameters(), AdamW, **options)
     for step in range(6):
         x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step)).cuda()
         for model, optimizer in zip(models, (alone, ours), strict=True):
