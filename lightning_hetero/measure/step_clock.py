@@ -247,7 +247,7 @@ class StepProbe:
         would end it, and neither `SyncBatchNorm` nor FSDP communicates then before backward is over.
         """
         if not self._running:
-            return
+            return self.start()  # where nobody calls the whole module, as under Lightning's `ModelParallelStrategy`
         self.resume()
         inputs = list(_needing_gradient((args, kwargs)))
         for out in (_needing_gradient(output) if output else inputs) if inputs else ():
