@@ -124,6 +124,12 @@ class Stopwatch:
         if self._since is None:
             self._since = since or self._stamp()
 
+    @property
+    def passed_s(self) -> float:
+        """Seconds so far of the step that is open, on a host [s]."""
+        pieces = [*self._pieces, *([(self._since, self._stamp(), math.inf)] if self._since is not None else [])]
+        return math.fsum(begin.seconds_until(end) for begin, end, _ in pieces)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keeps what happens inside out of the time; may be nested."""
@@ -199,6 +205,16 @@ class StepProbe:
         self._armed = False
         self._running = False
         self._ends: deque[Stamp] = deque()  # of steps that the device may still have before it
+
+    def begin(self) -> None:
+        """Opens a step that counts from now on."""
+        self.arm()
+        self.start()
+
+    @property
+    def passed_s(self) -> float:
+        """Own seconds so far of the step that is open, on a host [s]."""
+        return self._watch.passed_s
 
     def attach(self, module: nn.Module) -> None:
         """Hooks the module's forward (start stamp) and its submodules that wait (pauses). Undone by `detach`."""
