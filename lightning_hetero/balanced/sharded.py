@@ -143,7 +143,9 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         super().setup_environment()
         module = self.lightning_module
         if self._shard is not None and module is not None and not is_overridden("configure_model", module):
-            shard = partial(shard_module, module, self.device_mesh["data_parallel"], self._shard)
+            steps = [f"{name}_step" for name in ("training", "validation", "test", "predict")]
+            calls = [name for name in steps if is_overridden(name, module)]
+            shard = partial(shard_module, module, self.device_mesh["data_parallel"], self._shard, calls)
             self._unshard = replace_methods(module, configure_model=shard)
 
     def teardown(self) -> None:
