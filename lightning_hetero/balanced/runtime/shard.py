@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 Sharding = Literal["auto"] | Sequence[type[nn.Module]]
 
@@ -32,7 +32,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding, calls: Iterable[str]) -> None:
+def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding) -> None:
     """Applies ``fully_shard`` to the blocks of a module, to its other children, and to the module.
 
     Nothing, if it is sharded already. A step may call the children, and never the module itself: only what no child has
@@ -42,7 +42,6 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding, calls: It
         module: the user's.
         mesh: one dimension, of the ranks that share the parameters.
         shard: classes of the blocks; ``"auto"``: see `blocks`.
-        calls: the module's methods that take the place of its forward.
 
     Raises:
         ValueError: the module has no such block.
@@ -57,8 +56,6 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding, calls: It
     rest = [child for child in _unshared(_called(module), module) if child not in found]
     for one in (*reversed(found), *rest, module):  # inner ones first
         fully_shard(one, mesh=mesh)
-    for name in calls:
-        register_fsdp_forward_method(module, name)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -293,6 +293,10 @@ class Poisoned(Deep):
         return loss * float("nan") if dummy else loss
 
 
+class HybridPoisoned(Poisoned, Hybrid):
+    """The same, where pairs of ranks share the parameters."""
+
+
 class Logs(Groups):
     """Means, metrics, and all loops."""
 

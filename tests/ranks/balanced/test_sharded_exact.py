@@ -23,6 +23,7 @@ from tests.ranks.balanced.sharded_kit import (
     sharded,
     weights,
 )
+from tests.ranks.exact_models import sequences, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, regression
 
@@ -48,10 +49,13 @@ TWO: dict[str, Program] = {
     "two optimizers": Program(models.Gan, AUTO),
     "sum": Program(models.Sum, AUTO | {"loss_reduction": "sum"}, CLIPPED, alone=models.HalfSum),
     "metrics": Program(models.Logs, val=True),
+    "tail": Program(models.Poisoned, AUTO, **TAIL),
 }
 FOUR: dict[str, Program] = {
     "hybrid": Program(models.Hybrid, trainer=ACCUMULATED | CLIPPED),
     "tensor parallel": Program(models.TensorParallel, {"tensor_parallel_size": 2}, BY_VALUE),
+    "no samples": Program(models.Poisoned, AUTO | {"min_samples": 0}, CLIPPED),
+    "no tokens": Program(models.Tokens, {"batch_weight": tokens_of}, ACCUMULATED, data=sequences),
 }
 MORE_TWO: dict[str, Program] = {
     "auto, by value": Program(Deep, AUTO, BY_VALUE),
@@ -66,6 +70,7 @@ MORE_TWO: dict[str, Program] = {
 MORE_FOUR: dict[str, Program] = {
     "four": Program(Sharded, trainer=ACCUMULATED | CLIPPED),
     "four, auto, compiled": Program(models.Compiled, trainer=CLIPPED),
+    "hybrid, tail": Program(models.HybridPoisoned, **TAIL),
     "tensor parallel, tail": Program(models.TensorParallel, {"tensor_parallel_size": 2}, **TAIL),
 }
 
@@ -99,7 +104,7 @@ def test_weights_are_those_of_one_process(world: int, long: bool, name: str) -> 
     steps = list(zip(*(outcome.samples for outcome in found), strict=True))
     assert len(steps) >= 50
     assert len(set(steps)) >= 5, "the shares have not changed, so the test shows nothing"
-    if "tail" in name:
+    if "tail" in name or name == "no samples":
         assert any(0 in step for step in steps)
     if program.val:
         check_predictions(found, expected)
