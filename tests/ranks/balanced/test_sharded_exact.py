@@ -99,7 +99,8 @@ def test_weights_are_those_of_one_process(world: int, long: bool, name: str) -> 
         assert not isinstance(outcome, str), outcome
         found.append(outcome)
         assert outcome.weights.distance(expected.weights) <= program.exact
-        if not isinstance(program.make(), models.Sum):  # whose values differ: the ranks' mean of sums
+        # The ranks' mean of sums is another value, and a rank without tokens has logged NaN.
+        if not isinstance(program.make(), models.Sum | models.Tokens):
             check_metrics(outcome, expected)
     steps = list(zip(*(outcome.samples for outcome in found), strict=True))
     assert len(steps) >= 50
