@@ -279,11 +279,7 @@ class StageRunner:
         """Keeps the caller's random streams; a failure is sent to all ranks, and ends this stage runner."""
         if self._closed or self._failed:
             raise RuntimeError(f"this stage runner {'is closed' if self._closed else 'has failed'}: make a new one")
-        if leader != (self._position == 0):
-            raise RuntimeError(
-                f"rank {self._group.ranks[self._position]} is stage {self._position} of its group: the leader trains"
-                " and evaluates, the others serve"
-            )
+        assert leader == (self._position == 0), self._position
         try:
             with streams_kept():
                 yield
