@@ -26,8 +26,8 @@ from lightning_hetero.transport.base import (
     Reply,
     Request,
     ServerLostError,
-    WorkerLink,
 )
+from lightning_hetero.transport.link import RemoteLink
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
 _HANDSHAKE_S = 0.002
@@ -259,7 +259,7 @@ class MemoryListener:
         self._wires.close("the server has ended")
 
 
-class MemoryLink(WorkerLink):
+class MemoryLink(RemoteLink):
     """A worker's end; connects when it is made, see `Wires.connect`."""
 
     def __init__(self, wires: Wires, rank: int, process: Process) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_hetero.controller.estimates import Estimates
 from lightning_hetero.controller.forms import Forms, Pipes, shares_of
-from lightning_hetero.controller.messages import Decision, DecisionKind, LayerMove, Observation
-from lightning_hetero.controller.migration import MigrationModel, moves_between
+from lightning_hetero.controller.messages import Decision, DecisionKind, Observation
+from lightning_hetero.controller.migration import MigrationModel
 from lightning_hetero.controller.objective import Objective
 from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.controller.spending import Spending
@@ -170,25 +170,22 @@ class Controller:
     def _adopt(self, kind: DecisionKind, now: Judged | None, new: Judged, reason: str) -> Decision:
         old, bias, problem = self._plans.pipes, self._trials.bias, self._costs.problem
         self._plans.add(new.pipes, self._forms.plan_of(new, problem), moves=kind != "shares", pause_s=new.pause_s)
-        moves: tuple[LayerMove, ...] = ()
         predicted_s = bias * new.time_s
         gain_s = bias * now.time_s - predicted_s if now is not None else math.inf
         if kind != "shares":
-            moves = moves_between(problem, old, new.pipes, self._forms.bounds, self._forms.sizes_bytes)
             self._trials.remember(new.pipes)
         if kind == "plan":
             self._trials.next = Trial(
-                generation=self.generation, old=old, predicted_s=predicted_s, gain_s=gain_s, for_time=gain_s > 0.0
+                generation=self.generation, old=old, predicted_s=predicted_s, for_time=gain_s > 0.0
             )
         return self._decision(
             reason, kind=kind, predicted_s=predicted_s, gain_s=gain_s, cost_gain=self._spending.saved(now, new),
-            moves=moves, pause_s=new.pause_s if kind != "shares" else 0.0,
         )  # fmt: skip
 
     def _decision(self, reason: str, *, kind: DecisionKind = "keep", **new: Any) -> Decision:
         return Decision(
             batch=self._plans.seen, generation=self.generation, kind=kind, plan=self.plan, reason=reason,
-            queues=self._spending.values, outcome=self._trials.taken_outcome(), **new,
+            queues=dict(self._spending.queues), outcome=self._trials.taken_outcome(), **new,
         )  # fmt: skip
 
     # ---- the model ----

@@ -30,7 +30,6 @@ class Forms:
     Attributes:
         model: costs, with tied layers joined.
         bounds: where joined layers begin in the model's own, plus the end.
-        sizes_bytes: of the state of the model's own layers.
         samples: global batch.
         most_groups: of a plan.
     """
@@ -41,7 +40,6 @@ class Forms:
     ) -> None:  # fmt: skip
         self._layers = model
         self.model, self.bounds = join_layers(model, spans)
-        self.sizes_bytes = [layer.state_bytes for layer in model.layers]
         self.samples = sum(group.samples for group in plan.groups)
         self.most_groups = min(len(cluster.devices) if max_groups is None else max_groups, self.samples)
         self._micro_sizes = sizes_to_try(None if micro_batch_size is None else [micro_batch_size], self.samples)

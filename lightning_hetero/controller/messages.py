@@ -67,39 +67,18 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerMove:
-    """A layer's parameters, buffers and optimizer state go to a rank that does not hold them yet.
-
-    Attributes:
-        layer: number of the layer; -1: what is outside the backbone, which leaders hold.
-        source: a rank that holds it and can send it soonest.
-        target: the rank that gets it.
-        size_bytes: of its state, as profiled.
-    """
-
-    layer: int
-    source: int
-    target: int
-    size_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """What became of the last change of structure, once it was in force for a few batches.
 
     Attributes:
         generation: of the plan that was judged.
-        predicted_s: time per batch that had been promised [s].
         measured_s: mean time per batch since [s].
-        predicted_gain_s: per batch, against the plan before, when it was decided [s].
         realised_gain_s: per batch, against what the plan before would take now [s]; negative: a loss.
         kept: False: it goes back to the plan before.
     """
 
     generation: int
-    predicted_s: float
     measured_s: float
-    predicted_gain_s: float
     realised_gain_s: float
     kept: bool
 
@@ -118,8 +97,6 @@ class Decision:
         predicted_s: time of a batch under `plan`, the model's, corrected by what batches took so far [s].
         gain_s: time per batch that is won against keeping the plan [s]; negative where money is saved instead.
         cost_gain: by constraint of the budget: what is saved per batch, as a part of its budget.
-        moves: what has to travel; empty unless ``plan`` or ``rollback``.
-        pause_s: how long that should take [s].
         queues: by constraint, after this batch: how many batches' budget are overspent; negative: saved.
         outcome: of the last change of structure, in the decision that follows its trial.
     """
@@ -132,12 +109,5 @@ class Decision:
     predicted_s: float = math.nan
     gain_s: float = 0.0
     cost_gain: Mapping[str, float] = field(default_factory=dict[str, float])
-    moves: tuple[LayerMove, ...] = ()
-    pause_s: float = 0.0
     queues: Mapping[str, float] = field(default_factory=dict[str, float])
     outcome: Outcome | None = None
-
-    @property
-    def moved_bytes(self) -> float:
-        """Of all `moves`."""
-        return sum(move.size_bytes for move in self.moves)

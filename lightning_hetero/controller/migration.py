@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_hetero.controller.messages import LayerMove
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 Piece = tuple[int, int, int, int]  # first layer, end, source, target; (-1, 0, ...): outside the backbone
@@ -55,27 +54,6 @@ def piece_bytes(problem: Problem, piece: Piece) -> float:
     if piece[0] < 0:
         return problem.outside.state_bytes
     return float(problem.one.state_to[piece[1]] - problem.one.state_to[piece[0]])
-
-
-def moves_between(
-    problem: Problem, old: Sequence[Pipe], new: Sequence[Pipe], bounds: Sequence[int], sizes: Sequence[float]
-) -> tuple[LayerMove, ...]:
-    """Returns the moves of single layers; ``bounds`` says where the problem's layers begin in the model's.
-
-    Args:
-        problem: its layers are the model's, or spans of them.
-        old, new: plans.
-        bounds: of the problem's layers, in the model's.
-        sizes: bytes of the state of the model's layers.
-    """
-    moves: list[LayerMove] = []
-    for first, end, source, target in pieces_between(problem, old, new):
-        if first < 0:
-            moves.append(LayerMove(layer=-1, source=source, target=target, size_bytes=problem.outside.state_bytes))
-            continue
-        for layer in range(bounds[first], bounds[end]):
-            moves.append(LayerMove(layer=layer, source=source, target=target, size_bytes=sizes[layer]))
-    return tuple(moves)
 
 
 class MigrationModel:

@@ -36,7 +36,7 @@ from lightning_hetero.controller.settings import Resource
 from lightning_hetero.controller.spending import Spending, Use
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.search import Judged
+from lightning_hetero.solvers.placement.search import BatchTime, Judged
 from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
@@ -45,7 +45,7 @@ _ROUNDING = 1e-9
 _LEAST = 0.01  # part of its own weight that time has at least
 
 
-class Objective:
+class Objective(BatchTime):
     """J under the present state; judges structures.
 
     Args:
@@ -61,7 +61,8 @@ class Objective:
         self, problem: Problem, spending: Spending, *, present: Sequence[Pipe], migration: MigrationModel,
         horizon: float, known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
     ) -> None:  # fmt: skip
-        self.problem, self.present = problem, tuple(present)
+        super().__init__(problem)
+        self.present = tuple(present)
         self._spending, self._weights = spending, [weight for weight in spending.weights if weight.queue > 0.0]
         self._per_time = spending.v / spending.reference_s
         self._migration, self._horizon = migration, horizon

@@ -26,7 +26,6 @@ class Trial:
         generation: of its plan.
         old: structure before.
         predicted_s: time of a batch, promised; corrected like all predictions.
-        gain_s: promised.
         for_time: it was chosen to be faster; else to save.
         measured: times of its batches so far [s].
     """
@@ -34,7 +33,6 @@ class Trial:
     generation: int
     old: Pipes
     predicted_s: float
-    gain_s: float
     for_time: bool
     measured: list[float] = field(default_factory=list[float])
 
@@ -122,8 +120,7 @@ class Trials:
         self.present, measured_s = None, trial.measured_s
         late = measured_s > (1.0 + _MARGIN) * trial.predicted_s
         self._outcome = Outcome(
-            generation=trial.generation, predicted_s=trial.predicted_s, measured_s=measured_s,
-            predicted_gain_s=trial.gain_s, realised_gain_s=old_s - measured_s,
+            generation=trial.generation, measured_s=measured_s, realised_gain_s=old_s - measured_s,
             kept=not (trial.for_time and late and measured_s > old_s),
         )  # fmt: skip
         return self._outcome

@@ -14,15 +14,12 @@ with its rank, at any time; signs of life come as `Alive`, also while the worker
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cache
 from typing import Any, ClassVar, TypeVar
-
-from torch import Tensor
 
 M = TypeVar("M", bound="_Message")
 
@@ -219,80 +216,3 @@ class Alive:
 
 
 Happened = Joined | Gone | Arrived | Alive
-
-
-class WorkerLink(ABC):
-    """A worker's end.
-
-    Attributes:
-        rank: this worker.
-        gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
-        left_behind: the connection has ended with a `LeftBehindError`: the server serves the others.
-        cut: the connection has ended, and this side has not closed it.
-        hangs: the connection has ended, because the server hangs.
-        waits: called once per beat while a call waits, with how long it has [s]; may raise to end it.
-    """
-
-    rank: int
-    gradient: Tensor
-    left_behind = False
-    cut = False
-    hangs = False
-    waits: Callable[[float], object] = staticmethod(lambda waited_s: None)
-
-    @property
-    def shared(self) -> tuple[Tensor, ...]:
-        """Memory of this process (uint8) that is copied to and from a device: page-locked, that is faster."""
-        return (self.gradient,)
-
-    @abstractmethod
-    def open_slot(self) -> None:
-        """Begins to write the slot: until `close_slot` the server sees it as torn."""
-
-    @abstractmethod
-    def ready(self, start: int, stop: int) -> None:
-        """Says that bytes ``[start, stop)`` of the slot are final; a transport over a wire may send them now.
-
-        If they change after all, say it again: the last content counts.
-        """
-
-    @abstractmethod
-    def close_slot(self) -> int:
-        """Ends writing; returns the sequence number for `Request.slot`. Bytes that are not `ready` yet become ready."""
-
-    @abstractmethod
-    def call(self, request: Request) -> Reply:
-        """Sends a request and waits for its reply.
-
-        Raises:
-            ServerLostError: the server is gone, or hangs; the connection is over then.
-        """
-
-    def sign_of_life(self) -> None:
-        """Tells the server that this process is alive; from another thread, at any time. Never raises."""
-
-    @abstractmethod
-    def read_parameters(self, into: Tensor) -> int:
-        """Copies the newest published parameters into ``into`` (uint8, all of them, any device); returns their version.
-
-        Never torn: what is copied is one version as a whole.
-
-        Raises:
-            RuntimeError: nothing was published yet.
-            ServerLostError: the server is gone (where it is asked for them).
-        """
-
-    @abstractmethod
-    def newest_version(self) -> int:
-        """Returns the newest published version without a message, as far as this worker can know (a lower bound).
-
-        -1: none is known.
-        """
-
-    @abstractmethod
-    def read_state(self) -> bytes:
-        """Returns what came with the last reply ``Say.STATE``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the connection; idempotent, waits for nobody."""

@@ -54,7 +54,6 @@ class FailureBoard:
 
     Attributes:
         reported: whether this rank has said that it fails.
-        waiting: looks after what the rank waits for just now; called once a second, by the thread that looks.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class FailureBoard:
         self._over = threading.Event()
         self._stopped_s = stopped_s()  # when the store answered last
         self.reported = False
-        self.waiting: Callable[[], None] | None = None
 
     # ---- this rank fails --------------------------------------------------------------------------------------
 
@@ -347,14 +345,9 @@ class FailureBoard:
 
 def _look_on(board_ref: weakref.ref[FailureBoard], over: threading.Event, every_s: float) -> None:
     """The thread; ends with the board, too, if nobody has left it."""
-    before = None
     while not over.wait(every_s) and (board := board_ref()) is not None:
-        waiting = board.waiting
         board._look()
-        if waiting is not None and waiting is before:  # else it has just begun
-            waiting()
-        before = waiting
-        del board, waiting
+        del board
 
 
 def _named(ranks: Iterable[int]) -> str:

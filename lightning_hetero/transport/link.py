@@ -15,13 +15,13 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.transport.awake import BEAT_S, awake_s
-from lightning_hetero.transport.base import Ask, LeftBehindError, Reply, Request, Say, ServerLostError, WorkerLink
+from lightning_hetero.transport.base import Ask, LeftBehindError, Reply, Request, Say, ServerLostError
 from lightning_hetero.transport.memory import map_parts
 from lightning_hetero.transport.progress import work_of
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
@@ -109,7 +109,7 @@ def _greet(connection: socket.socket, rank: int, token: bytes, deadline: Deadlin
     return reply.numbers, handed
 
 
-class _SocketLink(WorkerLink):
+class _SocketLink:
     """What both ends have: one conversation at a time, and signs of life from another thread.
 
     Args:
@@ -118,7 +118,18 @@ class _SocketLink(WorkerLink):
         slot: its gradients.
         server_pid: the server's process.
         patience_s: see `connect`.
+
+    Attributes:
+        rank: as given.
+        gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
+        left_behind: the connection has ended with a `LeftBehindError`: the server serves the others.
+        cut: the connection has ended, and this side has not closed it.
+        hangs: the connection has ended, because the server hangs.
+        waits: called once per beat while a call waits, with how long it has [s]; may raise to end it.
     """
+
+    left_behind = cut = hangs = False
+    waits: Callable[[float], object] = staticmethod(lambda waited_s: None)
 
     def __init__(self, connection: socket.socket, rank: int, slot: Slot, server_pid: int, patience_s: float) -> None:
         self.rank = rank
@@ -133,13 +144,25 @@ class _SocketLink(WorkerLink):
         # In this conversation: since when this worker waits, the server's progress, and since when it has shown that.
         self._wait: tuple[float, int, float] | None = None
 
+    @property
+    def shared(self) -> tuple[Tensor, ...]:
+        """Memory of this process (uint8) that is copied to and from a device: page-locked, that is faster."""
+        return (self.gradient,)
+
     def open_slot(self) -> None:
+        """Begins to write the slot: until `close_slot` the server sees it as torn."""
         self._slot.open()
 
     def close_slot(self) -> int:
+        """Ends writing; returns the sequence number for `Request.slot`. Bytes that are not `ready` yet become ready."""
         return self._slot.close()
 
     def call(self, request: Request) -> Reply:
+        """Sends a request and waits for its reply.
+
+        Raises:
+            ServerLostError: the server is gone, or hangs; the connection is over then.
+        """
         with self._talking(f"rank {self.rank} asked for {request.kind.name}"):
             # A server that fails may say so before it has read this: then the answer is there already.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -147,12 +170,15 @@ class _SocketLink(WorkerLink):
             return self._receive(self._waited)
 
     def read_state(self) -> bytes:
+        """Returns what came with the last reply ``Say.STATE``."""
         return self._state
 
     def close(self) -> None:
+        """Ends the connection; idempotent, waits for nobody."""
         self._end(ServerLostError("this link is closed"))
 
     def sign_of_life(self) -> None:
+        """Tells the server that this process is alive; from another thread, at any time. Never raises."""
         if not self._sending.acquire(blocking=False):
             return  # what is being sent is one
         try:
@@ -273,12 +299,27 @@ class LocalLink(_SocketLink):
         return (self.gradient, self._parameters.data)
 
     def ready(self, start: int, stop: int) -> None:
-        pass
+        """Says that bytes ``[start, stop)`` of the slot are final; a transport over a wire may send them now.
+
+        If they change after all, say it again: the last content counts.
+        """
 
     def read_parameters(self, into: Tensor) -> int:
+        """Copies the newest published parameters into ``into`` (uint8, all of them, any device); returns their version.
+
+        Never torn: what is copied is one version as a whole.
+
+        Raises:
+            RuntimeError: nothing was published yet.
+            ServerLostError: the server is gone (where it is asked for them).
+        """
         return self._parameters.read(into)
 
     def newest_version(self) -> int:
+        """Returns the newest published version without a message, as far as this worker can know (a lower bound).
+
+        -1: none is known.
+        """
         return self._parameters.newest()
 
 
@@ -344,6 +385,10 @@ class RemoteLink(_SocketLink):
             f"the connection to the parameter server at {self._address} is lost ({doing}): it has ended, or the network"
             " failed"
         )
+
+
+WorkerLink = LocalLink | RemoteLink
+"""A worker's end, wherever the server is."""
 
 
 def _gaps(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:

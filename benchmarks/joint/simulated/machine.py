@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.joint.simulated.traces import Phase
-from lightning_hetero.controller.messages import LayerMove, LinkTime
+from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.controller.migration import pieces_between
 from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
@@ -109,11 +110,21 @@ class Machine:
                 found[pair] = bytes_so_far + size_bytes, messages + count
         return [(a, b, size_bytes, messages) for (a, b), (size_bytes, messages) in found.items()]
 
-    def pause_s(self, moves: Sequence[LayerMove], phase: Phase) -> float:
+    def moves(self, old: PipelinePlan, new: PipelinePlan) -> list[tuple[int, int, float]]:
+        """Returns what travels from plan to plan, layer by layer: source, target and size [bytes]."""
+        problem = Problem(self.model, self.cluster, sum(group.samples for group in new.groups), (1,))
+        before, after = ([Pipe(group.ranks, group.cuts) for group in plan.groups] for plan in (old, new))
+        found: list[tuple[int, int, float]] = []
+        for first, end, source, target in pieces_between(problem, before, after):
+            layers = (problem.outside,) if first < 0 else self.model.layers[first:end]
+            found += [(source, target, layer.state_bytes) for layer in layers]
+        return found
+
+    def pause_s(self, moves: Sequence[tuple[int, int, float]], phase: Phase) -> float:
         """Returns how long a migration stops training [s]: each rank sends and receives one message at a time."""
         cluster, busy = self.cluster_in(phase), dict[tuple[int, int], float]()
-        for move in moves:
-            seconds = cluster.links[move.source][move.target].seconds(move.size_bytes) + self._layer_s
-            for end in ((0, move.source), (1, move.target)):
+        for source, target, size_bytes in moves:
+            seconds = cluster.links[source][target].seconds(size_bytes) + self._layer_s
+            for end in ((0, source), (1, target)):
                 busy[end] = busy.get(end, 0.0) + seconds
         return self._pause_s + max(busy.values()) if busy else 0.0

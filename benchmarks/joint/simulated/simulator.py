@@ -116,9 +116,10 @@ def simulate(
         pause_s = moved_bytes = 0.0
         while coming and coming[0][0] <= t:
             _, decision = coming.popleft()
+            moves = machine.moves(plan, decision.plan)
             plan, generation = decision.plan, decision.generation
-            pause_s += 0.0 if free_moves else machine.pause_s(decision.moves, phase)
-            moved_bytes += decision.moved_bytes
+            pause_s += 0.0 if free_moves else machine.pause_s(moves, phase)
+            moved_bytes += sum(size_bytes for _, _, size_bytes in moves)
         batch = _noisy(machine.batch(plan, phase), noise, rng)
         prices = phase.prices or (1.0,) * ranks
         used = np.zeros(ranks)

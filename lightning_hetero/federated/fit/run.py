@@ -54,7 +54,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
     ) -> None:  # fmt: skip
         shared, self.members = strategy.shared, strategy.members
         settings.check(shared)
-        agreed = settings.agreed(shared, strategy.ddp_arguments) if invitation is None else None
+        agreed = settings.agreed(shared, strategy.agreed) if invitation is None else None
         store = None if invitation is None else invitation.run_store
         timeout = strategy.timeout
         if settings.min_clients is not None:  # of some that have just met

@@ -42,14 +42,14 @@ class FederatedSettings:
     min_clients: int | None
     liveness_s: float
 
-    def agreed(self, shared: SharedSettings, ddp_arguments: Mapping[str, Any]) -> dict[str, str]:
+    def agreed(self, shared: SharedSettings, ddp: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
         told = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in ("policy", "server")}
         return {
             **told,
             "server": "None" if self.server is None else self.server.settings(),
             "global_batch_size": str(shared.global_batch_size),
-            "ddp": repr(sorted(ddp_arguments.items())),
+            "ddp": repr(sorted(ddp.items())),
             **self.policy.settings(),
         }
 

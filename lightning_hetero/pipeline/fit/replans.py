@@ -17,8 +17,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
@@ -34,7 +32,7 @@ from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
-from lightning_hetero.transport.objects import packed, unpacked
+from lightning_hetero.transport.objects import gathered
 from lightning_hetero.types import PipelinePlan
 
 
@@ -230,17 +228,7 @@ class Replans:
         if not self._is_told:
             return []
         self._is_told, (said, self.rank_zero.unsaid) = False, (self.rank_zero.unsaid, [])
-        text = packed(said) if said else torch.empty(0, dtype=torch.uint8)
-        size = self._from_rank_zero(torch.tensor([text.numel()]))
-        if not int(size):
-            return []
-        return unpacked(self._from_rank_zero(text if said else torch.empty(int(size), dtype=torch.uint8)))
-
-    def _from_rank_zero(self, tensor: torch.Tensor) -> torch.Tensor:
-        work = dist.broadcast(tensor, src=0, group=self._run.channel.group, async_op=True)
-        assert work is not None
-        self._run.failures.wait(work)
-        return tensor
+        return gathered(said, self._run.channel.group, self._run.failures.wait)[0]
 
     def _schedule(self, part: Part, decision: Decision) -> None:
         """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""

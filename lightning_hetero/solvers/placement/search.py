@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning_hetero.solvers.placement.neighbours import (
     Drafts,
@@ -22,6 +22,8 @@ from lightning_hetero.solvers.placement.neighbours import (
     neighbours,
 )
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.shares import level, share
+from lightning_hetero.solvers.placement.sync import sync_s
 
 _EXACT = 500  # structures that are judged one by one
 _JUDGED, _SOLVED = 6, 3  # drafts of a round that are judged with whole samples; that are split
@@ -46,26 +48,34 @@ class Judged(NamedTuple):
     amounts: Mapping[Any, float] = {}
 
 
-class Judges(Protocol):
-    """What structures are worth: the less, the better."""
+class BatchTime:
+    """What structures are worth, the less, the better: to planning, the modelled time of a global batch."""
 
-    problem: Problem
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.judged = 0
 
     def judge(self, pipes: Pipes, limit: float = math.inf) -> Judged | None:
-        """Returns the structure with its best shares; None if it does not fit, or is not below ``limit``."""
-        ...
+        """Returns the structure with its best shares; None if it does not fit, or is not faster than ``limit`` [s]."""
+        shares, time_s = share([self.problem.cost(pipe) for pipe in pipes], self.problem.samples)
+        time_s += sync_s(self.problem, pipes) if shares else 0.0
+        rounded = float(f"{time_s:.8e}")  # the last bits of a machine decide nothing
+        return Judged(rounded, pipes, tuple(shares), time_s) if rounded < limit else None
 
     def estimate(self, pipes: Pipes, limit: float = math.inf) -> float:
-        """Returns about its value, quickly, and a lower bound of it where memory is not short; ``inf`` as above."""
-        ...
+        """Returns the time with fractional shares [s], ``inf`` if it is not below ``limit``."""
+        self.judged += 1
+        time_s = level([self.problem.cost(pipe) for pipe in pipes], self.problem.samples)
+        time_s += sync_s(self.problem, pipes) if time_s < limit else 0.0
+        return time_s if time_s < limit else math.inf
 
     def accepts(self, new: Judged, old: Judged) -> bool:
-        """Returns whether ``new`` may take the place of ``old``, apart from its value."""
-        ...
+        """Returns True: the time is all that counts."""
+        return True
 
 
 def better_structure(
-    objective: Judges, now: Judged, *, rounds: int, candidates: int, most_groups: int, first: Sequence[int] = (),
+    objective: BatchTime, now: Judged, *, rounds: int, candidates: int, most_groups: int, first: Sequence[int] = (),
     remembered: Iterable[Pipes] = (), barred: Callable[[Pipes], bool] = lambda pipes: False,
 ) -> Judged:  # fmt: skip
     """Returns the best structure found, at least as good as ``now``.
@@ -99,7 +109,7 @@ def better_structure(
     return best
 
 
-def _promising(objective: Judges, drawn: Sequence[Pipes], best: Judged) -> Iterator[Pipes]:
+def _promising(objective: BatchTime, drawn: Sequence[Pipes], best: Judged) -> Iterator[Pipes]:
     """Returns the drafts that seem best, the first few solved."""
     limit = best.value * _NEARLY  # a draft may be worth more than it seems
     guesses = sorted((objective.estimate(pipes, limit), i) for i, pipes in enumerate(drawn))
@@ -117,7 +127,7 @@ def _new(drawn: Iterable[Pipes], seen: set[Pipes]) -> Iterator[Pipes]:
             yield pipes
 
 
-def _best(objective: Judges, now: Judged, structures: Iterable[Pipes], barred: Callable[[Pipes], bool]) -> Judged:
+def _best(objective: BatchTime, now: Judged, structures: Iterable[Pipes], barred: Callable[[Pipes], bool]) -> Judged:
     """Returns the best of structures and ``now``."""
     best = now
     for pipes in structures:

@@ -17,9 +17,7 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.neighbours import Drafts, Pipes
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.search import Judged, better_structure, solved
-from lightning_hetero.solvers.placement.shares import level, share
-from lightning_hetero.solvers.placement.sync import sync_s
+from lightning_hetero.solvers.placement.search import BatchTime, Judged, better_structure, solved
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -30,32 +28,6 @@ _FOLLOWED, _ROUNDS, _CANDIDATES = 12, 40, 400  # of few devices
 _EFFORT, _LEAST, _MOST = 24_000, 60, 1200  # candidates for many devices: fewer, the more devices there are
 _PER_ROUND = 60
 _ORDERED, _LONG = 16, 64  # devices in a pipeline: up to so many in several orders; more rest where memory allows
-
-
-class BatchTime:
-    """The modelled time of a global batch: what planning minimises."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.judged = 0
-
-    def judge(self, pipes: Pipes, limit: float = math.inf) -> Judged | None:
-        """Returns the structure with its best shares; None if it does not fit, or is not faster than ``limit`` [s]."""
-        shares, time_s = share([self.problem.cost(pipe) for pipe in pipes], self.problem.samples)
-        time_s += sync_s(self.problem, pipes) if shares else 0.0
-        rounded = float(f"{time_s:.8e}")  # the last bits of a machine decide nothing
-        return Judged(rounded, pipes, tuple(shares), time_s) if rounded < limit else None
-
-    def estimate(self, pipes: Pipes, limit: float = math.inf) -> float:
-        """Returns the time with fractional shares [s], ``inf`` if it is not below ``limit``."""
-        self.judged += 1
-        time_s = level([self.problem.cost(pipe) for pipe in pipes], self.problem.samples)
-        time_s += sync_s(self.problem, pipes) if time_s < limit else 0.0
-        return time_s if time_s < limit else math.inf
-
-    def accepts(self, new: Judged, old: Judged) -> bool:
-        """Returns True: the time is all that counts."""
-        return True
 
 
 def best_found(problem: Problem, most_groups: int, *, budget: int | None = None) -> tuple[Pipes, int]:

@@ -91,7 +91,7 @@ def _shares(costs: tuple[AffineCost, ...], total: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _equal_parts(ranks: int, total: int) -> tuple[int, ...]:
-    return tuple(apportion([1.0] * ranks, total).shares) if ranks else ()
+    return apportion([1.0] * ranks, total) if ranks else ()
 
 
 class StepTime:

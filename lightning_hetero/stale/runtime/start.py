@@ -18,7 +18,8 @@ from lightning_hetero.stale.runtime.fork import ServerProcess, Watched, fork_ser
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.transport.awake import awake_s
-from lightning_hetero.transport.base import Alive, WorkerLink
+from lightning_hetero.transport.base import Alive
+from lightning_hetero.transport.link import WorkerLink
 from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import Listener
 from lightning_hetero.transport.membership import Limits

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from benchmarks.joint.simulated.machine import Machine
 from benchmarks.joint.simulated.simulator import Rates, Unchanged, simulate
 from benchmarks.joint.simulated.traces import Phase, Trace
-from lightning_hetero.controller.messages import Decision, LayerMove, Observation
+from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.plans import best_plan
@@ -66,15 +68,17 @@ def test_replicas_synchronise() -> None:
 
 def test_a_decision_is_in_force_after_the_lag_and_its_migration_comes_first() -> None:
     plan = best_plan(MODEL, CAPPED, 12, micro_batch_size=2)
-    moves = tuple(LayerMove(layer=k, source=0, target=1, size_bytes=size) for k, size in ((1, 2e6), (2, 1e6)))
-    decision = Decision(batch=3, generation=1, kind="plan", plan=plan, reason="", moves=moves)
+    [group] = plan.groups
+    first, border, end = group.cuts
+    other = replace(plan, groups=(replace(group, cuts=(first, border - 1, end)),))
+    decision = Decision(batch=3, generation=1, kind="plan", plan=other, reason="")
     machine = Machine(MODEL, CAPPED, pause_s=0.5, layer_s=0.1)
     script = Scripted(plan, decision)
     run = simulate(script, machine, Trace([CALM]), plan, batches=8, lag=2)
-    pause = 0.5 + 2 * 0.1 + 2e-5 + 3e6 / 1e9
+    pause = 0.5 + 0.1 + 1e-5 + 1e6 / 1e9
     assert list(run.pause_s) == pytest.approx([0, 0, 0, 0, 0, pause, 0, 0])
     assert [seen.generation for seen in script.seen] == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert (script.seen[5].pause_s, script.seen[5].moved_bytes) == (pytest.approx(pause), 3e6)
+    assert (script.seen[5].pause_s, script.seen[5].moved_bytes) == (pytest.approx(pause), 1e6)
     assert list(run.decisions) == [decision]
     free = simulate(Scripted(plan, decision), machine, Trace([CALM]), plan, batches=8, free_moves=True)
     assert free.pause_s.sum() == 0.0 and free.mean_s < run.mean_s

@@ -103,13 +103,12 @@ def test_layers_do_not_move_for_half_of_what_has_happened(jump: bool) -> None:
         assert "price of rank 0" in found.reason and "rank 1 takes 4.00 times" in found.reason
 
 
-def test_moves_are_named_with_their_reason_gain_and_pause() -> None:
+def test_a_change_is_named_with_its_reason_and_gain() -> None:
     controller = started()
     run = trained(controller, [calm(), slow(30, 4.0, 1.0, 1.0, 1.0)], 60)
     decision = run.decisions[0]
     assert decision.reason == "rank 0 takes 4.00 times as long as before"
-    assert decision.moves and decision.moved_bytes == pytest.approx(1e6 * len(decision.moves))
-    assert 0.05 < decision.pause_s < 0.2 and decision.gain_s > 0.0
+    assert decision.gain_s > 0.0
     check_plan(decision.plan, layers=16, ranks=4, global_batch=BATCH)
     later = [d for d in run.decisions if d.outcome]
     outcome = later[0].outcome if later else None
@@ -304,7 +303,7 @@ def test_a_structure_measured_worse_than_promised_is_rolled_back_and_barred_for_
         if decision.outcome is not None:
             outcomes.append(decision.outcome)
     assert kinds[:2] == ["plan", "rollback"] and kinds.count("rollback") >= 2
-    assert all(not o.kept and o.realised_gain_s < 0.0 < o.predicted_gain_s for o in outcomes)
+    assert all(not o.kept and o.realised_gain_s < 0.0 for o in outcomes)
     assert shape == [(g.ranks, g.cuts) for g in controller.plan.groups] or kinds[-1] == "plan"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from lightning_hetero.controller.migration import MigrationModel, moves_between, pieces_between
+from lightning_hetero.controller.migration import MigrationModel, piece_bytes, pieces_between
 from lightning_hetero.solvers.placement.neighbours import Pipes
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from tests.pure.controller.kit import cluster_of, model_of, structures
@@ -30,16 +30,10 @@ def held(pipes: Pipes) -> set[tuple[int, int]]:
 @given(old=structures(), new=structures())
 def test_exactly_what_is_missing_travels_from_an_owner(old: Pipes, new: Pipes) -> None:
     before, after = held(old), held(new)
-    moves = moves_between(PROBLEM, old, new, tuple(range(7)), [1.0] * 6)
-    assert sorted((move.target, move.layer) for move in moves) == sorted(after - before)
-    assert all((move.source, move.layer) in before for move in moves)
+    moves = [(s, t, layer) for a, b, s, t in pieces_between(PROBLEM, old, new) for layer in range(a, b)]
+    assert sorted((target, layer) for _, target, layer in moves) == sorted(after - before)
+    assert all((source, layer) in before for source, _, layer in moves)
     assert (MigrationModel().pause_s(PROBLEM, old, new) > 0.0) == bool(moves)
-
-
-def test_layers_that_are_planned_as_one_travel_one_by_one() -> None:
-    old, new = (Pipe((0,), (0, 6)),), (Pipe((1,), (0, 6)),)
-    moves = moves_between(PROBLEM, old, new, (0, 1, 4, 5, 6, 7, 8), [float(i) for i in range(8)])
-    assert [(move.layer, move.size_bytes) for move in moves] == [(i, float(i)) for i in range(8)]
 
 
 def test_a_new_leader_needs_what_is_outside_the_backbone() -> None:
@@ -47,8 +41,7 @@ def test_a_new_leader_needs_what_is_outside_the_backbone() -> None:
     problem = Problem(model, cluster_of([1.0] * 3), 8, (1,))
     old, new = (Pipe((0, 1), (0, 3, 6)),), (Pipe((1, 0), (0, 3, 6)),)
     assert pieces_between(problem, old, new) == [(-1, 0, 0, 1), (0, 3, 0, 1), (3, 6, 1, 0)]
-    moves = moves_between(problem, old, new, tuple(range(7)), [1.0] * 6)
-    assert (moves[0].layer, moves[0].size_bytes) == (-1, 7.0)
+    assert piece_bytes(problem, (-1, 0, 0, 1)) == 7.0
 
 
 def test_the_pause_is_the_busiest_ranks_and_is_corrected_by_what_was_measured() -> None:

@@ -31,8 +31,9 @@ from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.base import Arrived, Ask, Gone, Joined, Reply, Request, Say, ServerLostError, WorkerLink
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Joined, Reply, Request, Say, ServerLostError
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.link import RemoteLink, WorkerLink
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 from tests.ranks.transport.in_process import InProcess
 
@@ -259,7 +260,7 @@ def threads(
             raise thread.error
 
 
-class _ScriptLink(WorkerLink):
+class _ScriptLink(RemoteLink):
     def __init__(self, rank: int, script: Script) -> None:
         layout = script.setting.layout
         self.rank, self._script = rank, script

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.transport.base import Ask, Reply, Request, Say, WorkerLink
+from lightning_hetero.transport.base import Ask, Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.link import RemoteLink
 from tests.ranks.stale.kit import Pusher
 
 
@@ -26,7 +27,7 @@ def weight_of(model: Any) -> nn.Parameter:
     return model[0].weight
 
 
-class Note(WorkerLink):
+class Note(RemoteLink):
     """Accepts everything; keeps what was pushed."""
 
     def __init__(self, layout: FlatLayout) -> None:

@@ -22,19 +22,8 @@ from lightning_hetero.transport import link as link_module
 from lightning_hetero.transport import listener as listeners
 from lightning_hetero.transport import peer as peers
 from lightning_hetero.transport import sockets
-from lightning_hetero.transport.base import (
-    Alive,
-    Arrived,
-    Ask,
-    Gone,
-    Joined,
-    Reply,
-    Request,
-    Say,
-    ServerLostError,
-    WorkerLink,
-)
-from lightning_hetero.transport.link import Pulse, connect
+from lightning_hetero.transport.base import Alive, Arrived, Ask, Gone, Joined, Reply, Request, Say, ServerLostError
+from lightning_hetero.transport.link import Pulse, WorkerLink, connect
 from lightning_hetero.transport.listener import Listener
 from tests.ranks.transport.kit import DONE, KINDS, PATIENCE_S, STOP, Crew, Place, make_listener, open_place, spawn
 

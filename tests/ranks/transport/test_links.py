@@ -24,9 +24,8 @@ from lightning_hetero.transport.base import (
     Say,
     ServerLostError,
     TornSlotError,
-    WorkerLink,
 )
-from lightning_hetero.transport.link import Pulse
+from lightning_hetero.transport.link import Pulse, WorkerLink
 from lightning_hetero.transport.progress import STEPS, WAITS
 from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, PATIENCE_S, STOP, Place, open_place
 

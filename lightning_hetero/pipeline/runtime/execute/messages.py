@@ -33,7 +33,7 @@ _PLACE = struct.Struct("<7q")  # stage, micro-batch, micro-batches, step, sample
 _Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
 # What messages have in common that differ in place and values only: what, nest, tensors, requires_grad; of the pass
 # grad_enabled, autocast, route.
-_Form = tuple[str | None, Any, tuple[_Spec, ...], tuple[bool, ...], bool, tuple[tuple[str, torch.dtype], ...], str]
+_Form = tuple[str | None, Any, tuple[_Spec, ...], tuple[bool, ...], bool, tuple[tuple[str, torch.dtype], ...], bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,9 @@ from torch import distributed as dist
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.decide.links import LinkClock
-from lightning_hetero.pipeline.runtime.execute.device_link import DeviceLink
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink
-from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.groups import close_connections
@@ -36,7 +34,7 @@ class StageLinks:
         device: of this rank's layers: where received tensors are put.
         failures: looked at while waiting.
         timeout_s: how long `receive` waits at most.
-        ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `DeviceLink`.
+        ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `StageLink`.
         clock: see `ClockOf`; None: links are not emulated.
     """
 
@@ -46,17 +44,14 @@ class StageLinks:
         clock: ClockOf | None = None,
     ) -> None:  # fmt: skip
         self._wire, self._rank = wire, rank
-        self._watch = NeighbourWatch(wire, failures, timeout_s)
-        self._links: dict[int, StageLink] = {}
         self._closed = False
-        for peer in sorted(set(peers)):
-            way = (ways or {}).get(peer)
-            timed = clock(peer) if clock else LinkClock()
-            given = {"rank": rank, "device": device_of(device), "clock": timed, "watch": self._watch}
-            if way is None and not device_of(device).asynchronous:
-                self._links[peer] = StageLink(wire, peer, **given)
-            else:
-                self._links[peer] = DeviceLink(wire, peer, way=way, **given)
+        self._links = {
+            peer: StageLink(
+                wire, peer, rank=rank, device=device_of(device), clock=clock(peer) if clock else LinkClock(),
+                failures=failures, timeout_s=timeout_s, way=(ways or {}).get(peer),
+            )
+            for peer in sorted(set(peers))
+        }  # fmt: skip
 
     def send(self, peer: int, message: Message) -> None:
         """Posts a message, see `StageLink.send`."""
@@ -67,7 +62,7 @@ class StageLinks:
         return self._links[peer].receive()
 
     def settle(self) -> None:
-        """Ends a step, see `DeviceLink.settle`."""
+        """Ends a step, see `StageLink.settle`."""
         for link in self._links.values():
             link.settle()
 
@@ -115,6 +110,5 @@ class StageLinks:
     def _let_go(self) -> None:
         """The wire ends when nobody holds it any more; this object may live until garbage is collected."""
         self._closed = True
-        self._watch.end()
         self._links.clear()
         del self._wire

@@ -187,7 +187,9 @@ class Migration:
         rooms = [(source, room) for source, rooms in incoming.items() for room in rooms if room.numel()]
         landed = [as_bytes(room) for _, room in rooms]  # the room's own memory, if that is on the host and in order
         works += [dist.irecv(data, s, group=self._group) for (s, _), data in zip(rooms, landed, strict=True)]
-        self._wait_for_peer(_Together(works))
+        for work in works:
+            assert work is not None
+            self._wait_for_peer(work)
         for (_, room), data in zip(rooms, landed, strict=True):
             if data.data_ptr() != room.data_ptr():
                 room.copy_(data.view(room.dtype).view(room.shape))
@@ -298,13 +300,3 @@ def _rooms(described: dict[Any, Any], device: torch.device) -> tuple[dict[Any, A
 
 def _is_absent(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta
-
-
-class _Together:
-    """Several operations that are waited for as one."""
-
-    def __init__(self, works: Sequence[dist.Work | None]) -> None:
-        self._works = works
-
-    def wait(self, *timeout: Any) -> bool:
-        return all([work.wait(*timeout) for work in self._works if work is not None])

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from lightning_hetero.measure.device import Stamp, device_of
 from lightning_hetero.stale.runtime.buffers import BufferChanges
 from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE, FlatLayout, is_finite
-from lightning_hetero.transport.base import WorkerLink
+from lightning_hetero.transport.link import WorkerLink
 
 _BUCKET_BYTES = 25 << 20  # DDP's
 _SAMPLED, _SAMPLES = 4, 64  # gradients, and entries of each, that are compared with what was copied

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace, ReplicaWatch
-from lightning_hetero.transport.base import WorkerLink
+from lightning_hetero.transport.link import WorkerLink
 
 
 class Phase(Enum):

@@ -34,8 +34,9 @@ from lightning_hetero.stale.runtime.messages import (
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, Readout
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
-from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError, WorkerLink
+from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError
 from lightning_hetero.transport.flags import MeetFlag, PushFlag, ReplyFlag
+from lightning_hetero.transport.link import WorkerLink
 
 
 class Worker:

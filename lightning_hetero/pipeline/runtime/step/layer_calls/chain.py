@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
 
-from lightning_hetero.pipeline.runtime.step.layer_calls.route import Path, Route, encode
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import Input, OwnDevice, Path, Previous, Route
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 
 
@@ -121,17 +121,27 @@ class LayerWalk:
         self, call: CalledLayer, number_of: Callable[[Tensor], int], *, grad_enabled: bool, checkpointed: bool
     ) -> Mapping[str, Any]:
         def form(value: Any, name: str) -> Any:
-            try:
-                return encode(without_cache(value), number_of, _path_of)
-            except TypeError as error:
+            def leaf_of(leaf: Any) -> Any:
+                if type(leaf) is LayerOutput:
+                    return Previous(leaf.path)
+                if isinstance(leaf, Tensor):
+                    return Input(number_of(leaf))
+                if isinstance(leaf, torch.device):
+                    return OwnDevice(leaf.type)
+                if isinstance(leaf, dict):  # of a class of its own
+                    return form(dict(leaf), name)
+                if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.Size):
+                    return leaf
                 raise NotAChainError(
-                    f"layer {call.layer} of the backbone is called with {name}, {error}, which cannot travel to the"
-                    " process that computes it; tensors, numbers, strings, None, and tuples, lists and dicts of them"
-                    " can: make it part of the layers, or switch off what it is for"
-                ) from None
+                    f"layer {call.layer} of the backbone is called with {name}, a {type(leaf).__name__}, which cannot"
+                    " travel to the process that computes it; tensors, numbers, strings, None, and tuples, lists and"
+                    " dicts of them can: make it part of the layers, or switch off what it is for"
+                )
+
+            return pytree.tree_map(leaf_of, without_cache(value), is_leaf=lambda v: type(v) not in (tuple, list, dict))
 
         found: dict[str, Any] = {
-            "args": [form(value, f"argument {i}") for i, value in enumerate(call.args)],
+            "args": tuple([form(value, f"argument {i}") for i, value in enumerate(call.args)]),
             "kwargs": {name: form(value, f"{name}=") for name, value in call.kwargs.items()},
         }
         if call.hooks is not None and checkpointed:
@@ -204,10 +214,6 @@ def _meta(tensor: Tensor) -> Tensor:
     if tensor.is_meta:  # another rank's, of which an operation would be an error
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty_like(tensor, device="meta", requires_grad=False)
-
-
-def _path_of(value: Any) -> Path | None:
-    return value.path if type(value) is LayerOutput else None
 
 
 def _alike(one: CalledLayer, other: CalledLayer) -> bool:

@@ -15,60 +15,53 @@ route: each layer is called with what the one before returned.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
+
+from lightning_hetero.transport.objects import from_bytes, to_bytes
 
 _KEPT = 256  # routes remembered by their text
-
-_PREVIOUS: dict[str, Any] = {"previous": []}
-_PLAIN_CALL: dict[str, Any] = {"args": [_PREVIOUS], "kwargs": {}}
 
 Path = tuple[int | str, ...]
 """Where in a layer's output something is: positions and keys, from the outside in."""
 
 
-def encode(value: Any, number_of: Callable[[Tensor], int], path_of: Callable[[Any], Path | None]) -> Any:
-    """Returns an argument as JSON, with references in place of tensors and of what the layer before returned.
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """Stands for a part of what the layer before returned."""
 
-    Args:
-        value: an argument.
-        number_of: numbers the inputs.
-        path_of: of a part of the previous layer's output; None for all else.
+    path: Path
 
-    Raises:
-        TypeError: something in it cannot travel between processes; the message is about its type only.
-    """
-    if (path := path_of(value)) is not None:
-        return {"previous": list(path)}
-    if isinstance(value, Tensor):
-        return {"input": number_of(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    kind = type(value)
-    if kind is tuple or kind is torch.Size:
-        return {"tuple" if kind is tuple else "size": [encode(item, number_of, path_of) for item in value]}
-    if kind is list:
-        return [encode(item, number_of, path_of) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: encode(item, number_of, path_of) for key, item in value.items()}}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": value.type}  # a stage's own device of the kind
-    what = f"a {kind.__name__}"
-    raise TypeError(what)
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Stands for a tensor that the step calls layers with."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDevice:
+    """Stands for a stage's own device of a kind."""
+
+    kind: str
+
+
+_PLAIN_CALL: dict[str, Any] = {"args": (Previous(()),), "kwargs": {}}
 
 
 class LayerCall:
     """How one layer is called, ready to be filled in.
 
     Args:
-        form: as `encode` makes it: ``args``, ``kwargs``, and optionally ``recompute`` and ``no_grad``.
+        form: ``args`` and ``kwargs``, with `Previous`, `Input` and `OwnDevice` for what they stand for, and optionally
+            ``recompute`` and ``no_grad``.
 
     Attributes:
         previous: the parts of the previous layer's output that it takes, each once.
@@ -78,19 +71,12 @@ class LayerCall:
     """
 
     def __init__(self, form: Mapping[str, Any]) -> None:
-        self._args, self._kwargs = form["args"], form["kwargs"]
+        self._leaves, self._spec = pytree.tree_flatten((form["args"], form["kwargs"]))
         self.recompute: bool = form.get("recompute", False)
         self.no_grad: bool = form.get("no_grad", False)
-        paths: dict[Path, None] = {}
-        inputs: set[int] = set()
-        for kind, leaf in _references([self._args, *self._kwargs.values()]):
-            if kind == "previous":
-                paths[tuple(leaf)] = None
-            else:
-                inputs.add(leaf)
-        self.previous: tuple[Path, ...] = tuple(paths)
-        self.inputs = frozenset(inputs)
-        self._plain = self._args == [_PREVIOUS] and not self._kwargs
+        self.previous = tuple(dict.fromkeys(leaf.path for leaf in self._leaves if isinstance(leaf, Previous)))
+        self.inputs = frozenset(leaf.number for leaf in self._leaves if isinstance(leaf, Input))
+        self._plain = form == _PLAIN_CALL
 
     def arguments(
         self, previous: Sequence[Any], inputs: Mapping[int, Tensor], device: torch.device
@@ -104,33 +90,17 @@ class LayerCall:
         """
         if self._plain:
             return (previous[0],), {}
-        parts = dict(zip(self.previous, previous, strict=True))
-        args = [_filled(form, parts, inputs, device) for form in self._args]
-        return tuple(args), {k: _filled(form, parts, inputs, device) for k, form in self._kwargs.items()}
-
-
-def _filled(form: Any, parts: Mapping[Path, Any], inputs: Mapping[int, Tensor], device: torch.device) -> Any:
-    """Returns what a form stands for. (No closure that calls itself: it would keep the tensors for a while.)"""
-    if isinstance(form, list):
-        return [_filled(item, parts, inputs, device) for item in form]
-    if not isinstance(form, dict):
-        return form
-    ((kind, of),) = form.items()
-    match kind:
-        case "previous":
-            return parts[tuple(of)]
-        case "input":
-            return inputs[of]
-        case "tuple":
-            return tuple([_filled(item, parts, inputs, device) for item in of])
-        case "size":
-            return torch.Size(of)
-        case "dict":
-            return {key: _filled(item, parts, inputs, device) for key, item in of.items()}
-        case "dtype":
-            return getattr(torch, of)
-        case _:
-            return device if device.type == of else torch.device(of)
+        parts, leaves = dict(zip(self.previous, previous, strict=True)), list[Any]()
+        for leaf in self._leaves:
+            match leaf:
+                case Previous():
+                    leaf = parts[leaf.path]
+                case Input():
+                    leaf = inputs[leaf.number]
+                case OwnDevice():
+                    leaf = device if device.type == leaf.kind else torch.device(leaf.kind)
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 class Route:
@@ -140,11 +110,11 @@ class Route:
         text: as `Route.of` writes it.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: bytes) -> None:
         self.text = text
-        form = json.loads(text)
-        calls = [LayerCall(call) for call in form["calls"]]
-        self._runs = [(first, calls[number]) for first, number in form["runs"]]
+        texts, runs = from_bytes(text)
+        calls = [LayerCall(from_bytes(each)) for each in texts]
+        self._runs = [(first, calls[number]) for first, number in runs]
         # From the last run back: the inputs that its layers, or later ones, take.
         later: frozenset[int] = frozenset()
         self._needed: list[list[int]] = []
@@ -160,14 +130,14 @@ class Route:
             calls: index of the layer and form of its call, in order, the first layer's first. A layer in between that
                 is not named gets what the one before returned, as those behind the last one named do if it is plain.
         """
-        texts: dict[str, int] = {}
-        runs: list[list[int]] = []
+        texts: dict[bytes, int] = {}
+        runs: list[tuple[int, int]] = []
         behind = 0
 
         def add(first: int, form: Mapping[str, Any]) -> None:
-            number = texts.setdefault(json.dumps(form, separators=(",", ":")), len(texts))
+            number = texts.setdefault(to_bytes(form), len(texts))
             if not runs or runs[-1][1] != number:
-                runs.append([first, number])
+                runs.append((first, number))
 
         for index, form in calls:
             if index > behind:
@@ -175,7 +145,7 @@ class Route:
             add(index, form)
             behind = index + 1
         add(behind, _PLAIN_CALL)
-        return route_of(f'{{"calls":[{",".join(texts)}],"runs":{json.dumps(runs, separators=(",", ":"))}}}')
+        return route_of(to_bytes((list(texts), runs)))
 
     def call(self, layer: int) -> LayerCall:
         """Returns how a layer is called."""
@@ -241,21 +211,6 @@ class RoutedCall:
         return self._route.pack(index + 1, self._route.taken(index + 1, output), inputs)
 
 
-def _references(form: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the references to outputs and inputs in a form."""
-    if isinstance(form, list):
-        for item in form:
-            yield from _references(item)
-    elif isinstance(form, dict):
-        ((kind, of),) = form.items()
-        if kind in ("previous", "input"):
-            yield kind, of
-        elif kind == "tuple":
-            yield from _references(of)
-        elif kind == "dict":
-            yield from _references(list(of.values()))
-
-
 def _part(output: Any, path: Path, layer: int) -> Any:
     value = output
     for key in path:
@@ -270,11 +225,11 @@ def _part(output: Any, path: Path, layer: int) -> Any:
 
 
 @lru_cache(maxsize=_KEPT)
-def route_of(text: str) -> Route:
+def route_of(text: bytes) -> Route:
     """Returns the route that was written as this text; an empty text: the plain one, with one input."""
     return Route(text) if text else PLAIN
 
 
-PLAIN = Route.of([(0, {"args": [{"input": 0}], "kwargs": {}})])
+PLAIN = Route.of([(0, {"args": (Input(0),), "kwargs": {}})])
 """The first layer is called with one tensor, each other with what the one before returned."""
-PLAIN.text = ""  # the shortest there is: it travels with every message
+PLAIN.text = b""  # the shortest there is: it travels with every message
