@@ -152,7 +152,7 @@ CASES: dict[str, tuple[int, Any, str, Limits, dict[str, Any], dict[str, Any]]] =
 }
 
 
-LONG = {"forward, tokens", "forward, own backward", "forward, checkpointed", "dummies that are NaN", "planned, cut again"}
+LONG = ("forward, tokens", "forward, own backward", "forward, checkpointed", "dummies that are NaN", "planned, cut again")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in CASES])
