@@ -6,6 +6,7 @@
     Trainer(strategy="hetero_pipeline")          # or HeteroPipelineStrategy(backbone="model")
     Trainer(strategy="hetero_auto")              # the one of these that fits; or AutoStrategy()
     Trainer(strategy="hetero_federated")         # or FederatedStrategy(local_steps=10)
+    Trainer(strategy="hetero_sharded")           # or ShardedBalancedStrategy(), for modules that shard themselves
 
 Importing it imports neither torch nor Lightning: commands that only read files start at once. The names are registered
 when ``lightning.pytorch`` is imported, before or after this package; the classes are imported when one of them is
@@ -25,11 +26,11 @@ from lightning_hetero._version import __version__
 __all__ = [
     "AutoStrategy", "BalancePolicy", "BatchRebalancer", "BoundedStalenessStrategy", "FederatedStrategy",
     "HeteroPipelineStrategy", "HeteroTrace", "LoadBalancedStrategy", "LyapunovController", "Scenario",
-    "StragglerMonitor", "ThrottleCallback", "__version__",
+    "ShardedBalancedStrategy", "StragglerMonitor", "ThrottleCallback", "__version__",
 ]  # fmt: skip
 _STRATEGIES = {
     "balanced": "LoadBalancedStrategy", "stale": "BoundedStalenessStrategy", "pipeline": "HeteroPipelineStrategy",
-    "federated": "FederatedStrategy", "auto": "AutoStrategy",
+    "federated": "FederatedStrategy", "auto": "AutoStrategy", "sharded": "ShardedBalancedStrategy",
 }  # fmt: skip
 _REGISTRIES = {  # by package: where names are registered, and what refuses them there
     "lightning.pytorch": ("StrategyRegistry", None),
@@ -71,7 +72,7 @@ def _register(package: str) -> None:
     ddp |= {name: {**params, "start_method": "forkserver"} for name, params in forked.items()}
     for engine, cls in _STRATEGIES.items():
         make, about = partial(_refused, refusal) if refusal else partial(_made, cls), f"{cls} of lightning-hetero"
-        for name, params in ddp.items():
+        for name, params in {"ddp": {}}.items() if engine == "sharded" else ddp.items():  # without DDP's arguments
             ours = name.replace("ddp", f"hetero_{engine}", 1)
             registry.register(ours, make, description=about, override=True, **params)
 

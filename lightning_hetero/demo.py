@@ -96,7 +96,30 @@ class DigitsClients(DigitsData):
         return DataLoader(Subset(self.train, parts[self.trainer.global_rank]), self.batch_size, shuffle=True)
 
 
-class DigitsCNN(LightningModule):
+class _Classifier(LightningModule):
+    """Cross-entropy over classes; logs ``train_loss``, ``val_loss`` and its attribute that ``metric`` names."""
+
+    metric: str
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = _loss(self(inputs), targets)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        (inputs, targets), metric = batch, getattr(self, self.metric)
+        logits = self(inputs)
+        metric(logits, targets)
+        self.log("val_loss", _loss(logits, targets), sync_dist=True, batch_size=len(inputs))
+        self.log(self.metric, metric, on_epoch=True, batch_size=len(inputs))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class DigitsCNN(_Classifier):
     """Two convolutions and two linear layers; logs ``train_loss``, ``val_loss`` and ``val_acc``.
 
     There is no batch normalisation: its statistics would depend on how a global batch is divided, and the
@@ -106,6 +129,8 @@ class DigitsCNN(LightningModule):
         channels: channels of the first convolution; the second has twice as many. 16 gives 21,546 parameters.
         lr: Adam's learning rate.
     """
+
+    metric = "val_acc"
 
     def __init__(self, *, channels: int = 16, lr: float = 3e-3) -> None:
         super().__init__()
@@ -123,19 +148,6 @@ class DigitsCNN(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Returns logits ``(B, 10)`` of images ``(B, 1, 8, 8)``."""
         return self.net(images)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        logits = self(images)
-        self.val_acc(logits, labels)
-        self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(labels))
-        self.log("val_acc", self.val_acc, on_epoch=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr)
@@ -206,7 +218,7 @@ def encode(text: str) -> Tensor:
     return torch.tensor([table.get(character, VOCABULARY - 1) for character in text], dtype=torch.int64)
 
 
-class CharTransformer(LightningModule):
+class CharTransformer(_Classifier):
     """A decoder-only transformer over characters; logs ``train_loss``, ``val_loss`` and ``val_perplexity``.
 
     The layers to divide between devices are ``self.blocks``.
@@ -218,6 +230,8 @@ class CharTransformer(LightningModule):
         layers: number of blocks.
         lr: AdamW's learning rate.
     """
+
+    metric = "val_perplexity"
 
     def __init__(
         self, *, block_size: int = 64, width: int = 64, heads: int = 4, layers: int = 2, lr: float = 3e-3
@@ -238,20 +252,6 @@ class CharTransformer(LightningModule):
         """Returns logits ``(B, L, 97)`` of characters ``(B, L)``; position t sees characters 0..t."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         return self.head(self.norm(self.blocks(self.tokens(inputs) + self.positions(places))))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs))
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        inputs, targets = batch
-        logits = self(inputs)
-        self.val_perplexity(logits, targets)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        self.log("val_loss", loss, sync_dist=True, batch_size=len(inputs))
-        self.log("val_perplexity", self.val_perplexity, on_epoch=True, batch_size=len(inputs))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)

@@ -89,6 +89,7 @@ SLEEPS = {
     "ranks/measure::Peer.loss": "a device's work, likewise",
     "ranks/measure::Peer.on_after_backward": "a device's work, likewise",
     "ranks/measure::_SlowGradient.backward": "a device's work, likewise",
+    "ranks/measure::sleep_s": "a layer's work, in ranks of unequal speed that wait for one another in every layer",
     "ranks/pipeline::Sleepy.forward": "a device's work that nobody has announced: what the controller is there for",
     "ranks/pipeline::Unhurried.validation_step": "the others wait, and must not give up",
     "ranks/stale::Diary.training_step": "a device's work: ranks of unequal speed",

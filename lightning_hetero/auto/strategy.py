@@ -25,6 +25,7 @@ from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, wi
 from lightning_hetero.auto.warm_up import WarmUp
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
+from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.base.own_data import own_data_in
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.base.setup import CHECKPOINT_KEY
@@ -50,7 +51,7 @@ _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
 }
 
 
-class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
+class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     """Chooses the engine: the user's step is tried on all devices before training, and the planner decides.
 
     From then on ``trainer.strategy`` is the engine, an instance of its class, and nothing of this one is in the way;

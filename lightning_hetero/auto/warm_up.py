@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetero.base.strategy import HeteroStrategy
+from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
@@ -60,7 +60,7 @@ class WarmUp:
         budget_s: aimed-at time of the series [s].
     """
 
-    strategy: HeteroStrategy[Any]
+    strategy: HeteroDDPStrategy[Any]
     module: LightningModule
     loader: object
     channel: SideChannel

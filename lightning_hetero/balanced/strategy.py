@@ -1,52 +1,25 @@
-"""`LoadBalancedStrategy`: stock DDP with batches sized to the devices (layer L).
-
-One training batch, with the collaborator that does the work:
-
-    fetch -> parts [data] -> weight [loss_weight] -> forward -> loss * weight -> backward -> own gradients complete
-                                                            |-> stopwatch stops [step_clock]
-                                                            '-> record sent, not waited for [step_times]
-    next fetch: records due by now -> predict, solve, maybe change the shares [controller, policy]
-
-Two calls are replaced for the time of a fit or a step: the precision plugin's ``backward``, by `_weighted_backward`
-below, and the module's ``training_step``, by what computes it in pieces where memory is short, see `Recovery`.
-"""
+"""`LoadBalancedStrategy`: stock DDP with batches sized to the devices (layer L)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.loaders import BalanceSettings
-from lightning_hetero.balanced.fit.plain_backward import PlainBackward
+from lightning_hetero.balanced.fit.balancing import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
-from lightning_hetero.base.checks import check_choice, check_counts, check_flags
-from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
-from lightning_hetero.base.refusals import Refusals
-from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
-from lightning_hetero.callbacks.work import check_batch_cost
-from lightning_hetero.data.batches import Part
-from lightning_hetero.data.costs import check_sample_costs
+from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.predictors import Predictor, PredictorName
-from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import LossReduction
 
 
-class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
+class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
     """Synchronous data parallelism with per-rank batches re-sized so that all ranks finish together (LB-BSP).
 
     A drop-in for `DDPStrategy`: the global batch stays what stock DDP would train on and the gradient is the mean over
@@ -92,10 +65,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     """
 
     engine = "balanced"
-    refusals = Refusals(
-        lbfgs="LBFGS decides from the loss whether to evaluate again, and the loss differs between ranks, so the ranks"
-        " would part ways (as they can under strategy='ddp'); use one device or another optimizer"
-    )
 
     def __init__(
         self,
@@ -116,176 +85,17 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
     ) -> None:  # fmt: skip
         super().__init__(
-            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
-            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
-        )  # fmt: skip
-        check_counts(exchange_every=exchange_every)
-        check_counts(quantum=None if quantum == "auto" else quantum)
-        check_batch_cost(batch_cost)
-        check_sample_costs(sample_costs)
-        check_choice("stream", stream, (None, "infinite", "shared"))
-        check_flags(rebalance=rebalance)
-        self.policy = _chosen_policy(policy, predictor, dead_band)
-        self._plain = PlainBackward()
-        self._closure_loss: Tensor | None = None  # until its backward pass
-        self._warned_of_gathering = False
-        self.settings = BalanceSettings(
-            policy=self.policy, rebalance=rebalance, batch_cost=batch_cost,
-            bounds=ShareBounds(lower=min_samples, upper=max_samples), quantum=quantum, stream=stream,
-            exchange_every=exchange_every, sample_costs=sample_costs,
+            predictor=predictor, dead_band=dead_band, min_samples=min_samples, max_samples=max_samples, quantum=quantum,
+            policy=policy, rebalance=rebalance, exchange_every=exchange_every, stream=stream, batch_cost=batch_cost,
+            sample_costs=sample_costs, global_batch_size=global_batch_size, batch_sampler=batch_sampler,
+            loss_reduction=loss_reduction, batch_weight=batch_weight, own_data=own_data, monitor=monitor,
+            accelerator=accelerator, **ddp,
         )  # fmt: skip
 
-    # ---- set-up -----------------------------------------------------------------------------------------------
-
-    def set_world_ranks(self) -> None:
-        super().set_world_ranks()
-        if self.world_size > 1:
-            self.settings.bounds.check_ranks(self.world_size, self.shared.global_batch_size)
-
-    def begin(self, trainer: Trainer) -> BalancedRun:
-        run = BalancedRun(trainer, self, self.settings)
-        run.undo.enter_context(patched(self.precision_plugin, "backward", self._weighted_backward))
-        return run
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if self._run is not None:
-            self._run.attach(self.model)
-
-    def idle_on_one_device(self) -> dict[str, Any]:
-        upper = self.settings.bounds.upper
-        return {} if upper is None else {"max_samples": upper}
-
-    # ---- one step ---------------------------------------------------------------------------------------------
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        run, move = self._run, super().batch_to_device
-        if run is None or not run.trainer.training:
-            return move(batch, device, dataloader_idx)
-        return run.transfer(batch, lambda host: move(host, device, dataloader_idx))
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._run
-        if run is None:
-            return super().training_step(*args, **kwargs)
-        if run.wants_wrapping():
-            self._wrap_again(run)
-        if run.automatic:
-            with run.dummy_guard(), run.memory_guard():
-                return super().training_step(*args, **kwargs)
-        with run.dummy_guard(), self._plain.taken(run.module, self.model):
-            output = super().training_step(*args, **kwargs)
-        run.step_over()
-        return output
-
-    def _wrap_again(self, run: BalancedRun) -> None:
+    def wrap_again(self, run: BalancedRun) -> None:
         wrapped = self.model
         assert isinstance(wrapped, DistributedDataParallel)
         wrapped._remove_autograd_hooks()
         self.model = wrapped.module
         self.configure_ddp()
         run.attach(self.model)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._closure_loss = closure_loss if self._run is not None else None  # holds the graph, also if it gets scaled
-        super().pre_backward(closure_loss)
-
-    def _weighted_backward(self, loss: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Weights the loss: a fit's ``backward`` of the precision plugin, behind all hooks that see the loss."""
-        run, plugin = self._run, self.precision_plugin
-        assert run is not None
-        holders, self._closure_loss = [] if self._closure_loss is None else [self._closure_loss], None
-
-        def differentiate(weighted: Tensor) -> None:
-            type(plugin).backward(plugin, weighted, model, optimizer, *args, **kwargs)
-
-        with patched(self._plain, "manual", True):
-            run.backward(loss, differentiate, holders)
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._run is not None:
-            self._run.probe.updated()
-        return output
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """In a step, of a rank without samples, no row of its dummy is gathered; a mean of numbers is warned of."""
-        run = self._run
-        if run is not None and run.part is not None and compat.batch_results_open(run.trainer):
-            tensor = self._given(run.part, tensor)
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _given(self, part: Part, tensor: Tensor) -> Tensor:
-        """Returns what this rank gives to a gathering inside of a training step."""
-        if tensor.dim() and not part.samples and len(tensor) == part.dummy:
-            return tensor[:0]
-        a_number = tensor.numel() == 1 and tensor.is_floating_point()
-        if a_number and len(set(part.shares)) > 1 and not self._warned_of_gathering:
-            self._warned_of_gathering = True
-            rank_zero_warn(
-                "self.all_gather of a number in a training step: the ranks have parts of unequal size (now"
-                f" {'/'.join(map(str, part.shares))}), so the plain mean of a loss of each is not the mean over the"
-                " samples. self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
-                " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums stay right"
-            )
-        return tensor
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Means of integers are exact; means of floats logged for a training batch count samples."""
-        with self.waiting_for_peers():
-            return self._reduce(tensor, group, reduce_op)
-
-    def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        if not (isinstance(tensor, Tensor) and is_mean(reduce_op) and dist.is_initialized()):
-            return super().reduce(tensor, group, reduce_op)
-        world = dist.group.WORLD if group is None else group
-        assert world is not None
-        if not tensor.is_floating_point():
-            return integer_mean_(tensor, world)
-        run = self._run
-        everyone = group in (None, dist.group.WORLD)
-        if everyone and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
-            return weighted_mean_(tensor, run.weight.local, world)
-        return super().reduce(tensor, group, reduce_op)
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self._run is not None and self._run.fitting:
-            self._run.signals.training_pauses()
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._run is not None:
-            self._run.signals.training_pauses()
-
-    # ---- what others may ask ----------------------------------------------------------------------------------
-
-    @property
-    def rebalancer(self) -> BatchRebalancer | None:
-        """The `BatchRebalancer` in charge, the Trainer's or else ours; ``None`` outside a fit.
-
-        On one device there is nothing to re-size: one that is switched off.
-        """
-        if self._one_device is not None:
-            return BatchRebalancer(self.policy, enabled=False)
-        return self._run.rebalancer if self._run is not None else None
-
-
-def _chosen_policy(
-    policy: Literal["predictive"] | BalancePolicy | None, predictor: PredictorName | Predictor, dead_band: float
-) -> BalancePolicy:
-    """Returns the policy of these arguments of `LoadBalancedStrategy`.
-
-    Raises:
-        TypeError: the policy is neither one nor a name.
-        ValueError: the policy has no use for an argument that was given.
-    """
-    if policy in (None, "predictive"):
-        return BalancePolicy(predictor=predictor, dead_band=dead_band)
-    if not isinstance(policy, BalancePolicy):
-        raise TypeError(
-            f"policy={policy!r} must be a BalancePolicy, 'predictive' or None; names of models are for predictor="
-        )
-    if predictor != "kalman" or dead_band != 0.02:
-        raise ValueError("give either a whole policy, or predictor and dead_band, not both")
-    return policy

@@ -56,6 +56,14 @@ class DDPArguments(TypedDict, total=False):
     forward_sync_buffers: bool | None
 
 
+class ModelParallelArguments(TypedDict, total=False):
+    """The arguments of `ModelParallelStrategy` that need no words of ours, as in Lightning."""
+
+    save_distributed_checkpoint: bool
+    process_group_backend: str | None
+    timeout: timedelta | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSettings:
     """The arguments on batches that mean the same to every engine; see `HeteroStrategy`.

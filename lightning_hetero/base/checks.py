@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.transport.failures import FailureBoard, lost_contact
 
@@ -93,33 +91,35 @@ def check_controller(given: Any) -> Any:
     )
 
 
-def check_ddp_arguments(given: Mapping[str, Any], strategy: type) -> dict[str, Any]:
-    """Refuses what neither a strategy nor DDP knows; returns those for `DistributedDataParallel`.
+def known_arguments(*classes: type) -> set[str]:
+    """Returns the names of what these classes are made with."""
+    return {n for c in classes for n in inspect.signature(c.__init__).parameters} - {"self", "kwargs", "module"}
+
+
+def check_arguments(given: Mapping[str, Any], strategy: type, *stock: type) -> None:
+    """Refuses what neither a strategy knows nor the classes that it passes arguments on to.
 
     Args:
-        given: what the strategy would pass on to `DDPStrategy`.
+        given: what the strategy would pass on.
         strategy: class of the strategy, whose own arguments may be meant.
+        stock: those classes.
 
     Raises:
         TypeError: an unknown argument; names the nearest known one.
     """
-    of_ddp, of_wrapper, own = (
-        set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs", "module"}
-        for cls in (DDPStrategy, DistributedDataParallel, strategy)
-    )
+    known = known_arguments(*stock)
     for name in given:
-        if name not in of_ddp | of_wrapper:
-            near = difflib.get_close_matches(name, sorted(of_ddp | of_wrapper | own), n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known | known_arguments(strategy)), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{strategy.__name__} and DistributedDataParallel have no argument {name!r}{hint}")
-    return {name: value for name, value in given.items() if name not in of_ddp - {"model_averaging_period"}}
+            raise TypeError(f"{strategy.__name__} and {stock[-1].__name__} have no argument {name!r}{hint}")
 
 
 def check_averaging(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:
     """Refuses what cannot hold when ranks train on batches of different sizes.
 
     Args:
-        kwargs: as in `check_ddp_arguments`.
+        kwargs: arguments of `DDPStrategy`.
         ddp_comm_state: as in `DDPStrategy`.
 
     Raises:

@@ -13,7 +13,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -21,7 +20,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from lightning_hetero.cluster.units import tasks_per_node
-from lightning_hetero.lightning_compat.strategies import LaunchedDDPStrategy
+from lightning_hetero.lightning_compat.strategies import LaunchedStrategy
 from lightning_hetero.transport.failures import FailureBoard
 
 
@@ -91,8 +90,8 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     return Launch(launcher="SLURM", local=local, nodes=len(counts), even=False, binds=True, problem=problem)
 
 
-class UnevenNodesStrategy(LaunchedDDPStrategy):
-    """DDP on nodes with different numbers of devices, started by torchrun or SLURM.
+class UnevenNodesStrategy(LaunchedStrategy):
+    """A strategy on nodes with different numbers of devices, started by torchrun or SLURM.
 
     On even nodes Lightning's own check decides. On others ``devices`` must be the node's, or all it has (``"auto"``,
     ``-1``), and ``num_nodes`` may be left out.
@@ -144,11 +143,6 @@ class UnevenNodesStrategy(LaunchedDDPStrategy):
                 f"num_nodes={num_nodes} in the Trainer, but {launch.launcher} has started processes on {launch.nodes}"
                 " nodes: leave num_nodes out, or give that number"
             )
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Data are divided among the processes there are, however many each node has."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
 def gather_nodes(node_rank: int) -> list[int]:

@@ -152,7 +152,7 @@ class OrderFinder:
             )
         if spec.kind == "plain":
             # Like stock DDP, which shuffles every train loader except when overfitting.
-            alike: dict[str, Any] = {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": seed}
+            alike: dict[str, Any] = {"num_replicas": channel.world_size, "rank": channel.rank, "seed": seed}
             sampler = DistributedSampler(loader.dataset, shuffle=not compat.overfits(trainer), **alike)
             return ShuffledOrder(sampler, **sizes)
         order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
+_ZERO = {("torch", "ZeroRedundancyOptimizer"), ("lightning_hetero", "UnevenZeroOptimizer")}
 _CHANGE_WHAT_IS_TRAINED = {
     "delay_all_reduce_named_params",
     "device_mesh",
@@ -28,6 +30,26 @@ _CHANGE_WHAT_IS_TRAINED = {
     "param_to_hook_all_reduce",
     "process_group",
 }
+
+
+def shards_itself(module: LightningModule) -> bool:
+    """Whether a module is sharded, or will be in its ``configure_model``: it names what that needs."""
+    names = getattr(getattr(module.configure_model, "__code__", None), "co_names", ())
+    sharded = any(isinstance(m, FSDPModule) for m in module.modules())
+    return sharded or not {"fully_shard", "device_mesh"}.isdisjoint(names)
+
+
+def refuse_sharding(module: LightningModule, strategy: str) -> None:
+    """Refuses a module that is sharded: such a one has no whole copy on each rank.
+
+    Raises:
+        TypeError: with the way out.
+    """
+    if shards_itself(module):
+        raise TypeError(
+            f"{type(module).__name__} shards itself in configure_model (fully_shard, device_mesh), and {strategy} needs"
+            " the whole model on each rank: use strategy='hetero_sharded', which balances sharded models"
+        )
 
 
 def refuse_saving_in_step() -> None:
@@ -53,7 +75,7 @@ class Refusals:
         lbfgs: against `torch.optim.LBFGS`.
         sync_batch_norm: against synchronised BatchNorm.
         averaged_batch_norm: against StochasticWeightAveraging of a module with BatchNorm.
-        zero: against `torch.distributed.optim.ZeroRedundancyOptimizer`.
+        zero: against `torch.distributed.optim.ZeroRedundancyOptimizer`; with its name, and ours instead, if it is ours.
     """
 
     no_wrapper: str | None = None
@@ -104,8 +126,8 @@ class Refusals:
         optimizers = list(optimizers)
         if self.lbfgs is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
             raise TypeError(self.lbfgs)
-        if self.zero is not None and any(_is_zero(o) for o in optimizers):
-            raise TypeError(self.zero)
+        if self.zero is not None and (found := next(filter(None, map(_zero, optimizers)), "")):
+            raise TypeError(self.zero.replace("ZeroRedundancyOptimizer", found))
 
     def check_module(self, module: LightningModule, *, syncs_batch_norm: bool) -> None:
         """Refuses a module.
@@ -126,7 +148,7 @@ class Refusals:
             raise TypeError(self.averaged_batch_norm)
 
 
-def _is_zero(optimizer: Optimizer) -> bool:
-    """By name: its module is there only where torch was built with torch.distributed, and takes long to import."""
-    kinds = type(optimizer).__mro__
-    return any((k.__module__.split(".")[0], k.__name__) == ("torch", "ZeroRedundancyOptimizer") for k in kinds)
+def _zero(optimizer: Optimizer) -> str:
+    """By name: torch's is there only where torch was built with torch.distributed, and takes long to import."""
+    kinds = ((k.__module__.split(".")[0], k.__name__) for k in type(optimizer).__mro__)
+    return next((name for package, name in kinds if (package, name) in _ZERO), "")

@@ -8,19 +8,16 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from typing_extensions import Unpack
 
-from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, SharedSettings
 from lightning_hetero.base.checks import (
-    check_averaging,
-    check_choice,
-    check_ddp_arguments,
+    check_arguments,
     check_flags,
     name_changed_rows,
     name_lost_peer,
@@ -47,8 +44,9 @@ Run = TypeVar("Run", bound=EngineRun[Any])
 class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     """The arguments, hooks and answers that the strategies of all engines share; not itself a strategy.
 
-    On one device every engine is stock DDP: nothing begins, and hooks do what the base class does. Batches are the
-    loader's unless `OneDeviceFit` says otherwise.
+    It stands before one of Lightning's strategies, the stock one: `DDPStrategy`, or `ModelParallelStrategy`. On one
+    device every engine is that one: nothing begins, and hooks do what the base class does. Batches are the loader's
+    unless `OneDeviceFit` says otherwise.
 
     Args:
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` x devices, as in DDP.
@@ -60,10 +58,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
             name on the LightningModule serves too.
         monitor: say in one line at the end of a fit who did what. Numbers while training: `StragglerMonitor`.
-        accelerator: as in `DDPStrategy`; the Trainer sets it.
-        **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
+        accelerator: as in the stock strategy; the Trainer sets it.
+        **stock: the arguments of the stock strategy.
 
     Attributes:
+        given: arguments of the stock strategy.
+        stock: what takes them: Lightning's strategy first, then what it makes.
         engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
         refusals: what the engine refuses on several devices.
         evaluates: whether the engine takes part in evaluations outside of a fit.
@@ -73,6 +73,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         TypeError: an unknown argument.
     """
 
+    stock: ClassVar[tuple[type, ...]]
     engine: ClassVar[str]
     refusals: ClassVar[Refusals] = Refusals()
     evaluates: ClassVar[bool] = False
@@ -82,26 +83,25 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         *,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
-        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
+        monitor: bool = True, accelerator: Accelerator | None = None, **stock: Any,
     ) -> None:  # fmt: skip
-        if cast("dict[str, Any]", ddp).pop("controller", None) is not None:  # Hydra's group is above every engine's
-            other = "HeteroPipelineStrategy(controller=...)"
-            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
-        self.ddp_arguments = check_ddp_arguments(ddp, type(self))
         self.shared = SharedSettings(
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data,
         )  # fmt: skip
-        check_choice("start_method", ddp.get("start_method", "popen"), ("popen", "spawn", "fork", "forkserver"))
         check_flags(monitor=monitor)
-        timeout = ddp.setdefault("timeout", timedelta(seconds=1800))
+        if stock.pop("controller", None) is not None:  # Hydra's group is above every engine's
+            other = "HeteroPipelineStrategy(controller=...)"
+            raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
+        check_arguments(stock, type(self), *self.stock)
+        timeout = stock.setdefault("timeout", timedelta(seconds=1800))
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
-        super().__init__(accelerator=accelerator, **ddp)
+        super().__init__(**stock)
+        self.accelerator = accelerator  # pyright: ignore[reportAttributeAccessIssue]
         self.timeout = timeout
-        self._comm_arguments = ddp.get("ddp_comm_state"), ddp.get("ddp_comm_hook"), ddp.get("ddp_comm_wrapper")
+        self.given = stock
         self._monitor = monitor
-        self._checked = False  # arguments against several devices
         self._run: Run | None = None
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
@@ -123,19 +123,6 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     @abstractmethod
     def begin(self, trainer: Trainer) -> Run:
         """Returns the state of the run that begins; the process group exists, the module is not yet set up."""
-
-    def set_world_ranks(self) -> None:
-        """Called as soon as the Trainer knows its devices: refuses what cannot be done on several.
-
-        Raises:
-            TypeError: with the reason.
-        """
-        super().set_world_ranks()
-        if self.world_size > 1 and not self._checked:  # Lightning comes here again when a fit begins
-            check_averaging(self.ddp_arguments, self._comm_arguments[0])
-            self.refusals.check_comm_hooks(*self._comm_arguments)
-            self.refusals.check_ddp_arguments(self.ddp_arguments, type(self).__name__)
-            self._checked = True
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -163,7 +150,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         self._one_device = OneDeviceFit(trainer, self.shared, type(self).__name__)
         if idle := self.idle_on_one_device():
             given = ", ".join(f"{name}={value!r}" for name, value in idle.items())
-            rank_zero_warn(f"on one device {type(self).__name__} trains as DDPStrategy does: {given} has no effect")
+            name, stock = type(self).__name__, self.stock[0].__name__
+            rank_zero_warn(f"on one device {name} trains as {stock} does: {given} has no effect")
 
     def idle_on_one_device(self) -> dict[str, Any]:
         """Returns arguments that were given and would change what is trained, if there were several devices."""
@@ -229,6 +217,11 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         """
         if self.world_size > 1:
             self.refusals.check_module(module, syncs_batch_norm=syncs_batch_norm(self))
+
+    @property
+    @abstractmethod
+    def agreed(self) -> dict[str, Any]:
+        """The arguments of the stock strategy that must be the same on all ranks."""
 
     # ---- collectives ------------------------------------------------------------------------------------------
 

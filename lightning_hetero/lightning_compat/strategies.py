@@ -1,4 +1,4 @@
-"""What is private of `DDPStrategy` (layer L).
+"""What is private of Lightning's strategies for several devices (layer L).
 
 Abstract, so that command lines do not offer them as strategies.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 
 from lightning_hetero.lightning_compat.launchers import ScriptLauncher
 from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
 
 
-def syncs_batch_norm(strategy: DDPStrategy) -> bool:
+def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
     """Whether the Trainer has ``sync_batchnorm=True``.
 
     Private: ``_layer_sync``; the Trainer keeps the argument nowhere else, and converts the module after set-up began.
@@ -25,7 +25,15 @@ def syncs_batch_norm(strategy: DDPStrategy) -> bool:
     return strategy._layer_sync is not None
 
 
-def follow(old: DDPStrategy, new: DDPStrategy) -> None:
+def set_parallel_sizes(strategy: ModelParallelStrategy, data_parallel: int, tensor_parallel: int) -> None:
+    """Decides what Lightning would make of ``"auto"``.
+
+    Private: ``_data_parallel_size`` and ``_tensor_parallel_size``, which `setup_environment` makes the mesh of.
+    """
+    strategy._data_parallel_size, strategy._tensor_parallel_size = data_parallel, tensor_parallel
+
+
+def follow(old: LaunchedStrategy, new: LaunchedStrategy) -> None:
     """Gives a strategy that was made separately what the Trainer has given another one.
 
     Private: ``_layer_sync`` and ``_launcher``, which the Trainer gives a strategy when it is made.
@@ -43,7 +51,7 @@ def follow(old: DDPStrategy, new: DDPStrategy) -> None:
     new.set_world_ranks()
 
 
-def hand_over(trainer: Trainer, old: DDPStrategy, new: DDPStrategy) -> None:
+def hand_over(trainer: Trainer, old: LaunchedStrategy, new: LaunchedStrategy) -> None:
     """Puts another strategy in the Trainer instead of the one that has been launched, before it is set up.
 
     Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns.
@@ -69,13 +77,30 @@ class _Checked:
         return getattr(self._environment, name)
 
 
-class LaunchedDDPStrategy(DDPStrategy):
-    """DDP with launchers of ours, which ask the strategy about the Trainer's settings and about a rank's death.
+class LaunchedStrategy(ParallelStrategy):
+    """Stands before one of Lightning's, with launchers that ask it about the Trainer's settings and a rank's death.
 
     Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
     ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses. A launcher asks the
     environment it was made with, and replacing that in the strategy would hide the user's from the Trainer.
     """
+
+    if TYPE_CHECKING:  # of `DDPStrategy` and `ModelParallelStrategy` alike
+        _process_group_backend: str | None
+
+        @property
+        def num_nodes(self) -> int: ...
+
+        @num_nodes.setter
+        def num_nodes(self, num_nodes: int) -> None: ...
+
+        @property
+        def num_processes(self) -> int: ...
+
+        @property
+        def process_group_backend(self) -> str | None: ...
+
+        def set_world_ranks(self) -> None: ...
 
     @abstractmethod
     def check_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -93,18 +118,18 @@ class LaunchedDDPStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        tolerates = self.goes_on_without_a_rank
-        if self._start_method == "popen":
+        tolerates, start_method = self.goes_on_without_a_rank, getattr(self, "_start_method", "popen")
+        if start_method == "popen":
             checked: Any = _Checked(self.cluster_environment, self.check_settings)
             self._launcher = ScriptLauncher(checked, self.num_processes, self.num_nodes, tolerates=tolerates)
         else:
-            self._launcher = ProcessLauncher(self, start_method=self._start_method, tolerates=tolerates)
+            self._launcher = ProcessLauncher(self, start_method=start_method, tolerates=tolerates)
 
     def _get_process_group_backend(self) -> str:
         # An operation of NCCL waits on the device for a rank that has died, until its timeout ends the process.
         if self._process_group_backend is None and self.can_lose_ranks():
             return "gloo"
-        return super()._get_process_group_backend()
+        return super()._get_process_group_backend()  # pyright: ignore[reportAttributeAccessIssue]
 
     def choose_backend(self) -> str:
         """Settles and returns `process_group_backend`, for a rank that makes its own process group."""

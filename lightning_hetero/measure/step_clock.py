@@ -13,6 +13,14 @@ All are stamps of the device, see `lightning_hetero.measure.device`: a host that
 work into a queue when a call returns, and where it waits for the queue (a copy from pageable memory, a value that is
 read), it waits for the work of peers, too. A stream that runs empty, because the host is late, is this rank's time.
 
+Modules that wait for peers inside [2]-[3] are left out, and their waiting is added to that of [3]-[4]: those named to
+`StepProbe`, and what `torch.distributed.fsdp.fully_shard` does around a module, with its copies:
+
+    forward    | all-gather |  module
+    backward   | reduce-scatter |  module  | all-gather |  what used its outputs
+
+The collectives of tensor parallelism are not left out: its ranks have the same part of a batch.
+
 Which stamps are free of waiting was measured, see docs/theory/balanced.md.
 """
 
@@ -22,11 +30,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.measure.device import HostDevice, Stamp
 
@@ -39,11 +52,47 @@ def when_backward_ends(loss: Tensor, callback: Callable[[], None]) -> None:
     ``no_sync`` and needs no communication hook. `queue_callback` is not a documented API of torch, although FSDP
     and DDP rest on it: `tests/ranks/measure/test_step_clock.py` pins its behaviour to the installed version.
     """
+    loss.register_hook(lambda grad: _queue_callback(callback))
 
-    def hook(grad: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
 
-    loss.register_hook(hook)
+def _queue_callback(callback: Callable[[], object]) -> None:
+    """Calls it at the end of the backward pass that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+
+def _needing_gradient(value: Any) -> Iterator[Tensor]:
+    """Returns the tensors in arguments or outputs of a module whose gradients will be computed."""
+    for leaf in tree_leaves(value) if torch.is_grad_enabled() else ():
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _needing_gradient([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _viewed(value: Any, hook: Callable[[Any], None]) -> Any:
+    """Returns ``value`` with views of `_needing_gradient`, before whose backward the hook runs; itself if none does."""
+    if not any(True for _ in _needing_gradient(value)):
+        return value
+    if isinstance(value, Tensor):
+        view = value.view_as(value)
+        assert view.grad_fn is not None
+        view.grad_fn.register_prehook(hook)  # so it comes behind all hooks on the view itself
+        return view
+    if is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{k: new for k, v in old.items() if (new := _viewed(v, hook)) is not v})
+    return tree_map(partial(_viewed, hook=hook), value)
+
+
+def _hook_before_fsdp(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Registers a forward hook right before FSDP's: others before it, e.g. of tensor parallelism, change the output."""
+    handle, hooks = module.register_forward_hook(hook, with_kwargs=True), cast(Any, module._forward_hooks)
+    origins = enumerate(getattr(one, "__module__", "") for one in hooks.values())
+    first = next((i for i, origin in origins if origin.startswith("torch.distributed.fsdp")), 0)
+    for key in list(hooks)[first:-1]:
+        hooks.move_to_end(key)
+    return handle
 
 
 class Stopwatch:
@@ -75,6 +124,12 @@ class Stopwatch:
         if self._since is None:
             self._since = since or self._stamp()
 
+    @property
+    def passed_s(self) -> float:
+        """Seconds so far of the step that is open, on a host [s]."""
+        pieces = [*self._pieces, *([(self._since, self._stamp(), math.inf)] if self._since is not None else [])]
+        return math.fsum(begin.seconds_until(end) for begin, end, _ in pieces)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keeps what happens inside out of the time; may be nested."""
@@ -86,11 +141,14 @@ class Stopwatch:
             if was_running:
                 self.resume()
 
-    def pause(self) -> None:
-        if self._since is not None:
-            self.last = self._stamp()
-            self._pieces.append((self._since, self.last, math.inf))
-            self._since = None
+    def pause(self) -> Stamp | None:
+        """Returns when, if it was running."""
+        if self._since is None:
+            return None
+        self.last = self._stamp()
+        self._pieces.append((self._since, self.last, math.inf))
+        self._since = None
+        return self.last
 
     def drop(self) -> None:
         """Pauses; what has passed since it was resumed does not count."""
@@ -136,7 +194,7 @@ class StepProbe:
     Args:
         device: where the module computes.
         waiting: module types that wait for peers inside forward or backward (e.g. ``SyncBatchNorm``); the
-            stopwatch is paused around them.
+            stopwatch is paused around them, as it is in FSDP's hooks around its modules.
     """
 
     def __init__(self, device: HostDevice, *, waiting: Iterable[type[nn.Module]] = ()) -> None:
@@ -148,42 +206,81 @@ class StepProbe:
         self._running = False
         self._ends: deque[Stamp] = deque()  # of steps that the device may still have before it
 
+    def begin(self) -> None:
+        """Opens a step that counts from now on."""
+        self.arm()
+        self.start()
+
+    @property
+    def passed_s(self) -> float:
+        """Own seconds so far of the step that is open, on a host [s]."""
+        return self._watch.passed_s
+
     def attach(self, module: nn.Module) -> None:
-        """Hooks the module's forward (start stamp) and its waiting submodules (pauses). Undone by `detach`."""
+        """Hooks the module's forward (start stamp) and its submodules that wait (pauses). Undone by `detach`."""
         self.detach()
-        self._handles.append(module.register_forward_pre_hook(lambda *_: self.start()))
+        handles = self._handles
         for child in module.modules():
-            if self._waiting and isinstance(child, self._waiting):
-                self._handles.append(child.register_forward_pre_hook(self._enter_waiting))
-                self._handles.append(child.register_forward_hook(self._leave_waiting))
+            if isinstance(child, self._waiting):
+                handles.append(child.register_forward_pre_hook(self._enter_waiting, with_kwargs=True))
+                handles.append(child.register_forward_hook(self._leave_waiting, with_kwargs=True))
+            elif isinstance(child, FSDPModule):
+                apart: Any = torch.compiler.disable  # as FSDP's own hooks are
+                enter, leave, gather = apart(self._enter_waiting), apart(self._leave_waiting), apart(self._will_gather)
+                handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                handles.append(child.register_forward_pre_hook(leave, with_kwargs=True))
+                handles.append(_hook_before_fsdp(child, gather))
+        handles.append(module.register_forward_pre_hook(lambda *_: self.start()))
 
     # Hooks on tensors, not the module's full backward hooks: those forbid `ReLU(inplace=True)` behind the module.
-    def _enter_waiting(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Pauses in forward; a view of the input, whose gradient comes from this module alone, ends its backward."""
+    def _enter_waiting(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pauses in forward; views of the inputs, whose gradients come from this module alone, end its backward."""
         if not self._running:
             return None
         self.pause()
-        return tuple(self._resuming_view(arg) for arg in args)
+        view = partial(_viewed, hook=lambda grad: self.resume())
+        return tuple(map(view, args)), {name: view(value) for name, value in kwargs.items()}
 
-    def _resuming_view(self, arg: Any) -> Any:
-        if not (isinstance(arg, Tensor) and arg.requires_grad and torch.is_grad_enabled()):
-            return arg
-        view = arg.view_as(arg)
-        view.register_hook(lambda grad: self.resume())
-        return view
+    def _leave_waiting(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        """Ends the pause in forward; the gradient of what comes out begins the one in backward.
 
-    def _leave_waiting(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends the pause in forward; the gradient of the output begins the one in backward.
+        That is the module's output, or its arguments if the hooks before it wait. Without a gradient to pass on nothing
+        would end it, and neither `SyncBatchNorm` nor FSDP communicates then before backward is over.
+        """
+        if not self._running:
+            return self.start()  # where nobody calls the whole module, as under Lightning's `ModelParallelStrategy`
+        self.resume()
+        inputs = list(_needing_gradient((args, kwargs)))
+        for out in (_needing_gradient(output) if output else inputs) if inputs else ():
+            out.register_hook(lambda grad: self.pause())
 
-        Without a gradient to pass on nothing would end it, and `SyncBatchNorm` does not communicate then.
+    def _will_gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Pauses in backward around FSDP's hooks on the outputs: before the first of them, until their node runs.
+
+        And around FSDP's last callback, which one of them queues: it waits for the scatters that have not been waited
+        for. An input that is passed on is FSDP's own, for which `_leave_waiting` has begun the pause.
         """
         if not self._running:
             return
-        self.resume()
-        passes_on = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        for out in output if isinstance(output, tuple | list) else (output,):
-            if passes_on and isinstance(out, Tensor) and out.requires_grad:
-                out.register_hook(lambda grad: self.pause())
+        passed_on = {id(tensor) for tensor in _needing_gradient((args, kwargs))}
+        for out in _needing_gradient(output):
+            if out.grad_fn is not None and id(out) not in passed_on:
+                self._pause_in_backward(out, out.grad_fn)
+
+    def _pause_in_backward(self, out: Tensor, node: Node) -> None:
+        ends: list[AbstractContextManager[None]] = []
+
+        def before(grad: Tensor) -> None:
+            self.pause()
+            ends.append(self.paused())
+            _queue_callback(ends[-1].__enter__)
+
+        def behind(grads: Any) -> None:
+            _queue_callback(partial(ends.pop().__exit__, None, None, None))
+            self.resume()
+
+        out.register_hook(before)
+        node.register_prehook(behind)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -236,16 +333,27 @@ class StepProbe:
             self._watch.resume()
 
     def pause(self) -> None:
-        if self._running:
-            self._watch.pause()
+        """Waiting begins."""
+        if self._running and (now := self._watch.pause()) is not None:
+            self._exchange.resume(now)
 
     def resume(self) -> None:
+        """Waiting ends."""
         if self._running:
-            self._watch.resume()
+            self._watch.resume(self._exchange.pause())
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Keeps what happens inside, e.g. a collective of the user's, out of the measurement; may be nested."""
-        return self._watch.paused()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside, e.g. a collective of the user's, is no own work but waiting; may be nested."""
+        if not (self._running and self._watch.running):
+            with self._watch.paused():
+                yield
+            return
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def backward_ended(self) -> None:
         """Stamp [3]: own gradients are complete."""
@@ -277,7 +385,7 @@ class StepProbe:
         return self._watch.take()
 
     def take_wait(self) -> float | None:
-        """The same for the seconds that it spent in gradient exchanges."""
+        """The same for the seconds that it spent in gradient exchanges, and in modules that wait for peers."""
         return self._exchange.take()
 
     def take_both(self) -> tuple[float, float] | None:

@@ -1,9 +1,8 @@
 """What a recorded run says: figures from its events, and a page of them (layer P, above the engines).
 
     run        events of a trace -> `RecordedRun`: steps of all ranks on one clock, changes, plans, counts
-    spent      where the ranks' time went, for whom they waited, and in which stages of a step they are slow
-    scores     who is slow compared with the others, and with itself
-    what_if    other engines, a faster rank, fewer cards: the planner, asked about the recorded times
+    scores     who is slow compared with the others, and with itself, and who between steps
+    what_if    other engines: the planner, asked about the recorded times
     pipelines  the schedule, its bubbles, stages compared with their plan
     verdict    in words: how long was waited, why, what to do
     perfetto   the same events for https://ui.perfetto.dev

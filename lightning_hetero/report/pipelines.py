@@ -47,7 +47,6 @@ class PipelineFacts:
     Attributes:
         plan, cluster, model: what it was planned from; no model where layers were not measured.
         stages: of each group.
-        planned_s: what each rank's own work was planned to take [s]; 0: it is idle; NaN: nothing is known.
         measured_s: a batch [s].
     """
 
@@ -55,7 +54,6 @@ class PipelineFacts:
     cluster: Cluster
     model: ModelCost | None
     stages: tuple[tuple[PlannedStage, ...], ...]
-    planned_s: tuple[float, ...]
     measured_s: float
 
     def schedule(self, group: int) -> Timeline | None:
@@ -92,5 +90,5 @@ def pipeline_of(run: RecordedRun, ledger: RunLedger) -> PipelineFacts | None:
     return PipelineFacts(
         plan=plan, cluster=cluster, model=model,
         stages=tuple(tuple(stage(group, at) for at in range(len(group.ranks))) for group in plan.groups),
-        planned_s=planned_s, measured_s=ledger.step_s,
+        measured_s=ledger.step_s,
     )  # fmt: skip

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, median_low
 
-from lightning_hetero.record.run import RecordedRun, RunStep
-from lightning_hetero.report.spent import HOT, of_known, over
+from lightning_hetero.record.ledger import RunLedger
+from lightning_hetero.record.run import RecordedRun, RunStep, following
 
+HOT = 1.15  # times what it is compared with, from which on a rank is slow
+_LITTLE = 0.05  # of a step; less than that is no finding
 _SPELL = 1.5  # times its own fastest windows, from which on a rank is slow for a while
 _MOST_WINDOWS = 24
 
@@ -32,7 +34,7 @@ class Scores:
     @property
     def typical(self) -> list[float]:
         """Each rank's median compared with the others."""
-        return [of_known(median, row) for row in self.others]
+        return [_of_known(median, row) for row in self.others]
 
     @property
     def slow_ranks(self) -> list[int]:
@@ -43,7 +45,7 @@ class Scores:
     def slow_windows(self) -> list[int]:
         """Windows in which most ranks are slower than usual: something that all share."""
         columns = zip(*self.itself, strict=True)
-        return [i for i, column in enumerate(columns) if of_known(median, column) > HOT]
+        return [i for i, column in enumerate(columns) if _of_known(median, column) > HOT]
 
     @property
     def spells(self) -> list[int]:
@@ -61,12 +63,12 @@ def scores_of(run: RecordedRun) -> Scores | None:
     firsts = [i * len(steps) // count for i in range(count)]
     windows = [steps[a:b] for a, b in pairwise([*firsts, len(steps)])]
     per_item = [[_per_item(window, rank) for window in windows] for rank in range(run.ranks)]
-    middles = [of_known(median_low, column) for column in zip(*per_item, strict=True)]
-    fastest = [of_known(lambda known: sorted(known)[len(known) // 5], row) for row in per_item]
+    middles = [_of_known(median_low, column) for column in zip(*per_item, strict=True)]
+    fastest = [_of_known(lambda known: sorted(known)[len(known) // 5], row) for row in per_item]
     return Scores(
         first=tuple(firsts),
-        others=tuple(tuple(over(v, m) for v, m in zip(row, middles, strict=True)) for row in per_item),
-        itself=tuple(tuple(over(v, own) for v in row) for row, own in zip(per_item, fastest, strict=True)),
+        others=tuple(tuple(_over(v, m) for v, m in zip(row, middles, strict=True)) for row in per_item),
+        itself=tuple(tuple(_over(v, own) for v in row) for row, own in zip(per_item, fastest, strict=True)),
     )
 
 
@@ -74,3 +76,33 @@ def _per_item(steps: Sequence[RunStep], rank: int) -> float:
     turns = [t for s in steps if (t := s.turns.get(rank)) is not None and t.items > 0 and t.compute_s > 0]
     items = math.fsum(t.items for t in turns)
     return math.fsum(t.compute_s for t in turns) / items if items > 0 else math.nan
+
+
+def late_between(run: RecordedRun, ledger: RunLedger) -> tuple[int, float, float] | None:
+    """Returns the rank that takes longest between two steps, e.g. for its loader: its median [s], and that over the
+    ranks'; None: they take about as long, or, as on a GPU, the host does not tell."""
+    gaps: list[list[float]] = [[] for _ in range(run.ranks)]
+    for before, step in following(ledger.steady if run.sees_waiting else ()):
+        for rank in before.turns.keys() & step.turns.keys():
+            turn = step.turns[rank]
+            gaps[rank].append(turn.end_s - before.turns[rank].end_s - turn.compute_s - turn.wait_s)
+    if run.ranks < 2 or not all(gaps):
+        return None
+    taken_s = [max(0.0, median(own)) for own in gaps]
+    usual_s, most_s = median_low(taken_s), max(taken_s)
+    if most_s - usual_s < _LITTLE * ledger.step_s or most_s < HOT * usual_s:
+        return None
+    return taken_s.index(most_s), most_s, _over(most_s, usual_s)
+
+
+def _of_known(average: Callable[[list[float]], float], values: Iterable[float]) -> float:
+    """Returns an average of what is no NaN; NaN where nothing is known."""
+    known = [value for value in values if not math.isnan(value)]
+    return average(known) if known else math.nan
+
+
+def _over(value: float, base: float) -> float:
+    """Returns a ratio; NaN where either is not known."""
+    if math.isnan(value) or math.isnan(base):
+        return math.nan
+    return value / base if base > 0.0 else math.inf if value > 0.0 else 1.0

@@ -1,16 +1,15 @@
-"""In words: what one came for, how long was waited, why, what to do, and which ranks and stages are slow (layer P)."""
+"""In words: what one came for, how long was waited, why, and what to do (layer P)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
-from lightning_hetero.report.scores import Scores
-from lightning_hetero.report.spent import HOT, Outlier, StepStage, StepStages, outliers_of
+from lightning_hetero.report.scores import HOT, Scores
 from lightning_hetero.report.what_if import Alternatives
 
 _LITTLE = 0.03  # of the ranks' time
@@ -23,11 +22,8 @@ _ALIKE = 0.02  # of a time; less is no difference
 _SHORT_S = 3e-3  # below that an engine's own work costs as much as it saves
 _SETTLED = 30  # steps by which shares fit the devices
 
-_MUCH = 0.2  # of a step; a stage that all ranks share is named from here on
-_TELLING = 100.0  # times the median; beyond, the median is next to nothing
-_MOST_NAMED = 6  # ranks in a sentence
-_ENGINES = ("balanced", "stale", "pipeline", "federated")
-_SHARES = ("balanced", "stale")  # engines that give slow ranks less
+_ENGINES = ("balanced", "stale", "pipeline", "federated", "sharded")
+_SHARES = ("balanced", "stale", "sharded")  # engines that give slow ranks less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +44,11 @@ class Verdict:
 def engine_name(engine: str) -> str:
     """Returns an engine's name as the Trainer takes it; stock strategies as people call them."""
     return f"hetero_{engine}" if engine in _ENGINES else {"ddp": "stock DDP"}.get(engine, engine)
+
+
+def stock_name(engine: str) -> str:
+    """Returns what a run under an engine is compared with."""
+    return "equal parts" if engine == "sharded" else "stock DDP"
 
 
 def percent(part: float) -> str:
@@ -122,9 +123,10 @@ def _worth(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what: Alt
     if run.engine in _ENGINES:
         if "ddp" in what.engines and math.isnan(ddp_s):
             return f"{name} trains a model that stock DDP cannot hold: {mine} per batch."
-        gain, ddp = _gain(run, what), f"{mine} per batch, stock DDP about {milliseconds(ddp_s)}"
+        stock = stock_name(run.engine)
+        gain, ddp = _gain(run, what), f"{mine} per batch, {stock} about {milliseconds(ddp_s)}"
         if math.isnan(gain):
-            return f"{name} took {mine} per batch. What stock DDP would take is not known."
+            return f"{name} took {mine} per batch. What {stock} would take is not known."
         if gain >= _GAIN:
             return f"{name} worked: {ddp}: {as_fast(gain)}."
         gained = "gained nothing" if gain > 1.0 - _ALIKE else "made it slower"
@@ -208,7 +210,7 @@ def _next_step(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what:
     if _exchanges_much(ledger):
         return (
             "Exchange less often or less: a larger batch per device, accumulate_grad_batches, or"
-            " a DDP communication hook that compresses."
+            " gradients in fewer bits."
         )
     if ledger.waited < _LITTLE:
         return "Nothing to do about waiting."
@@ -234,67 +236,7 @@ def others_text(what: Alternatives) -> str:
         else:
             ratio = what.measured_s / seconds
             than = "" if abs(ratio - 1.0) < _ALIKE else f" ({as_fast(ratio)})"
-            words.append(f"{engine_name(engine)} would take about {milliseconds(seconds)}{than}")
+            name = stock_name(what.engine) if engine == "ddp" else engine_name(engine)
+            words.append(f"{name} would take about {milliseconds(seconds)}{than}")
     took = f"{engine_name(what.engine)} took {milliseconds(what.measured_s)} per global batch of {what.samples} samples"
     return begun("; ".join([took, *words]) + ".") if words else ""
-
-
-# ---- stages of a step -----------------------------------------------------------------------------------------
-
-
-def stage_names(run: RecordedRun) -> Mapping[str, str]:
-    """Returns what the stages are called, by kind."""
-    names = {"work": "own work", "exchange": "exchange", "waiting": "waiting", "between": "between steps"}
-    if run.engine == "stale":
-        names["exchange"] = "server"
-    elif run.engine == "federated":
-        names |= {"work": "local steps", "exchange": "averaging"}
-    elif run.staged:
-        names["waiting"] = "bubbles"
-    return names
-
-
-def stage_answer(times: StepStages, names: Mapping[str, str]) -> str:
-    """Returns in a sentence whether it is one rank, one stage, or all; ``names``: of the stages, see `stage_names`."""
-    work = times.stages[0]
-    if all(math.isnan(ratio) for ratio in work.ratios):
-        return "Ranks hold different layers, which were not measured before the run, so they do not compare."
-    others = [stage for stage in times.stages if stage.kind != "work" and times.part(stage) >= _MUCH]
-    common = max(others, key=times.part, default=None)
-    if found := outliers_of(times):
-        kinds: dict[tuple[tuple[str, ...], bool, bool], list[Outlier]] = {}
-        for one in found:
-            kinds.setdefault((one.stages, one.everything, one.only), []).append(one)
-        words = [_slow(alike, len(work.seconds), names) for alike in list(kinds.values())[:2]]
-        if common is not None and common.kind == "exchange":
-            words.append(_shared(times, common, names))
-        return begun("; ".join(words) + ".")
-    if common is not None:
-        return f"No rank stands out: {_shared(times, common, names)}."
-    told = f"{names['work']} is {percent(times.part(work))} of a step"
-    return f"Nothing stands out: ranks take about as long as one another, and {told}."
-
-
-def _slow(found: Sequence[Outlier], ranks: int, names: Mapping[str, str]) -> str:
-    first, many = found[0], len(found) > 1
-    named = f"{len(found)} of {ranks} ranks"
-    if len(found) <= _MOST_NAMED:
-        named = ranks_text(sorted(one.rank for one in found))
-    stages = " and ".join(_in(names[kind]) for kind in first.stages)
-    where = "in everything" if first.everything else stages + (" only" if first.only else "")
-    by = "" if first.ratio > _TELLING else f" ({'up to ' if many else ''}{first.ratio:.1f} times the median)"
-    return f"{named} {'are' if many else 'is'} slow {where}{by}"
-
-
-def _shared(times: StepStages, stage: StepStage, names: Mapping[str, str]) -> str:
-    """Returns what to say of a stage that is much of every rank's step."""
-    spent = f"spend {percent(times.part(stage))} of a step {_in(names[stage.kind])}"
-    if stage.kind != "waiting":
-        return f"all ranks {spent}"
-    by_turns = names["waiting"] == "waiting" and names["exchange"] == "exchange"
-    return f"ranks {spent}" + (", at different times" if by_turns else "")
-
-
-def _in(name: str) -> str:
-    special = {"between steps": name, "waiting": name, "server": "at the server", "exchange": "in the exchange"}
-    return special.get(name, f"in {name}")

@@ -1,4 +1,4 @@
-"""The time of a batch with other engines, with a faster rank or with fewer cards, by the planner (layer P).
+"""The time of a batch with other engines, by the planner (layer P).
 
 The exchange and what a rank's samples cost it in each step stay as they were recorded, and all ranks can hold what they
 get. For a pipeline the model answers that it was planned from; its times are multiplied by what batches took over what
@@ -8,22 +8,16 @@ it says of the plan.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_hetero.cluster.spec import override_cluster
-from lightning_hetero.plan.estimate import EngineName
-from lightning_hetero.plan.planner import ENGINES, plan
+from lightning_hetero.plan.planner import plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.plan.what_if import without
-from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
 from lightning_hetero.solvers.placement import evaluate_plan
-
-_FEW_STEPS = 48  # for faster ranks and dropped cards, which ask many times
-_MOST_RANKS = 12  # of these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +30,6 @@ class Alternatives:
         measured_s: as measured, the mean of the last steps.
         engines: by engine; NaN: it cannot train in this way.
         chosen: the engine that the planner takes of these.
-        sped_up: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
-        dropped: by engine, DDP and another one, the same global batch without the slowest 0, 1, 2, ... ranks.
     """
 
     engine: str
@@ -45,8 +37,6 @@ class Alternatives:
     measured_s: float
     engines: dict[str, float]
     chosen: str
-    sped_up: dict[int, float]
-    dropped: dict[str, dict[tuple[int, ...], float]]
 
     @property
     def best(self) -> tuple[str, float]:
@@ -65,43 +55,16 @@ def alternatives_of(run: RecordedRun, ledger: RunLedger, pipeline: PipelineFacts
         setup = setup_from_run(run, ledger=ledger)
     except ValueError:  # files are missing, no full batch, or a rank has never worked
         return None
-    few = replace(setup, slowness=tuple(times[-_FEW_STEPS:] for times in setup.slowness))
-    answer = plan(setup, ("ddp", "balanced", "stale"))
-    engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
-    compared: EngineName = engine if engine != "ddp" else "balanced"
-    slowest_first = costs_of(ledger).slowest_first(setup.global_batch)
+    sharded = run.engine == "sharded"  # others may not hold the model; stock DDP stands for equal parts
+    answer = plan(setup, ("ddp",) if sharded else ("ddp", "balanced", "stale"))
     engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
     measured_s = ledger.step_s
     if run.engine in engines:
         engines[run.engine] = measured_s
-
-    def of_few(name: EngineName, asked: Setup) -> float:
-        """Of fewer steps, because it is asked often: in the ratio to the present ranks, whose time is known."""
-        return engines[name] * _step_s(name, asked) / now_s[name]
-
-    def sped_up(rank: int) -> Setup:
-        others = [other for other in slowest_first if other != rank]
-        kept = (others[len(others) // 2] if at == rank else at for at in range(run.ranks))
-        return few.with_devices(tuple(kept), few.cluster)  # whose speeds do not count where costs are known
-
-    now_s = {name: _step_s(name, few) for name in (engine, compared)}
-    ddp: dict[tuple[int, ...], float] = {}
-    other: dict[tuple[int, ...], float] = {}
-    for count in range(min(run.ranks, _MOST_RANKS)):
-        gone = tuple(slowest_first[:count])
-        ddp[gone] = _step_s("ddp", without(setup, gone)) if count else engines["ddp"]
-        other[gone] = ddp[gone] if count == run.ranks - 1 else of_few(compared, without(few, gone))
     return Alternatives(
         engine=run.engine, samples=setup.global_batch, measured_s=measured_s, engines=engines,
-        chosen="ddp" if answer.chosen is None else answer.chosen.engine,
-        sped_up={rank: of_few(engine, sped_up(rank)) for rank in sorted(slowest_first[:_MOST_RANKS])},
-        dropped={"ddp": ddp, compared: other},
+        chosen=run.engine if sharded else "ddp" if answer.chosen is None else answer.chosen.engine,
     )  # fmt: skip
-
-
-def _step_s(engine: EngineName, setup: Setup) -> float:
-    found = ENGINES[engine](setup)
-    return found.step_s if found.ok else math.nan
 
 
 def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
@@ -116,14 +79,8 @@ def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
     if samples >= len(speeds):
         answer = plan(Setup(cluster=roomy, model=model, global_batch=samples), ("ddp", "balanced"))
         others = {one.engine: one.step_s * off for one in answer.estimates}
-
-    def sped_up(rank: int) -> float:
-        faster = override_cluster(cluster, speeds=[max(speeds) if r == rank else v for r, v in enumerate(speeds)])
-        return evaluate_plan(model, faster, groups).total_s * off
-
     return Alternatives(
         engine="pipeline", samples=samples, measured_s=found.measured_s,
         engines={**others, "pipeline": found.measured_s},
         chosen=min(others, key=lambda name: others[name], default="pipeline"),
-        sped_up={rank: sped_up(rank) for group in groups for rank in group.ranks}, dropped={},
     )  # fmt: skip

@@ -1,34 +1,9 @@
-"""What a balancing policy decides on, and what it has decided (layer P)."""
+"""What a balancing policy has decided (layer P)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from lightning_hetero.checked import real, whole
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Thresholds:
-    """The settings of `BalancePolicy`, which documents them, checked.
-
-    Raises:
-        ValueError: one is out of range.
-    """
-
-    dead_band: float
-    min_gain_s: float
-    noise_guard: float
-    cooldown: int
-    warmup: int
-    surprise: float
-    guard: bool
-
-    def __post_init__(self) -> None:
-        for name in ("dead_band", "min_gain_s", "noise_guard", "surprise"):
-            object.__setattr__(self, name, real(name, getattr(self, name)))  # whatever a command line has made of it
-        for name in ("cooldown", "warmup"):
-            whole(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

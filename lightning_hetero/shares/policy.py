@@ -2,8 +2,8 @@
 
 The policy is after LB-BSP (Chen et al., SoCC'20): at an iteration boundary re-size the batches so that all ranks
 finish together while the global batch stays what it was. The paper's worker speeds come from a NARX network, which
-is ``predictor="narx"``; the affine model ``T = a + b x`` per rank, which is the default, the dead band, the cooldown
-and the noise guard are ours.
+is ``predictor="narx"``; the affine model ``T = a + b x`` per rank, which is the default, the dead band and the
+noise guard are ours.
 
 Every rank holds the same policy and feeds it the same records, so every rank decides the same, without a message.
 """
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
+from lightning_hetero.checked import real, whole
 from lightning_hetero.predictors import Kalman, Predictor, PredictorName, by_name
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import ShareLimits
-from lightning_hetero.shares.decision import ShareDecision, Thresholds
+from lightning_hetero.shares.decision import ShareDecision
 from lightning_hetero.shares.guard import RegretGuard
 from lightning_hetero.shares.items import WorkPerSample
 from lightning_hetero.solvers import minimax_none_or_least
@@ -26,23 +27,20 @@ from lightning_hetero.types import Allocation, LearnedCost, SpeedSample
 
 __all__ = ["BalancePolicy", "ShareDecision"]
 
+_MIN_GAIN_S = 0.0005  # shares move only if the slowest rank's predicted time falls by more than this [s] ...
+_NOISE_GUARD = 4.0  # ... and by more than this many standard deviations of the prediction
+_SURPRISE = 0.1  # relative deviation of a time from the expected one, or of loads, above which a record is urgent
 _TIGHT = 0.8  # of what the guard allows, when shares must come back, so that they need not at the next record
 
 
 class BalancePolicy:
-    """Predict, solve, dead band, cooldown.
+    """Predict, solve, dead band.
 
     Args:
         predictor: how a rank's time is modelled: ``"kalman"``, ``"narx"``, ``"ewma"``, ``"last"``, ``"curve"`` or a
             `Predictor` whose settings are copied for every rank.
-        dead_band: shares move only if the slowest rank's predicted time falls by more than this fraction ...
-        min_gain_s: ... and by more than this many seconds ...
-        noise_guard: ... and by more than this many standard deviations of the prediction; a quarter of that once the
-            shares are unequal anyway.
-        cooldown: records to let pass after a change before the next one, unless the guard calls shares back.
-        surprise: relative deviation of a rank's time from the expected one above which the record is urgent: it
-            decides the very next batch; others are evaluated while gradients travel, one step later. Likewise the
-            difference of a load from the one told before, if the predictor wants loads.
+        dead_band: shares move only if the slowest rank's predicted time falls by more than this fraction, and by more
+            than the noise of the prediction.
         warmup: first records to ignore (lazy initialisation, compilation, bucket rebuild).
         guard: keep the run from being slower than with equal shares, see `guard`; ``False`` for comparisons only.
 
@@ -59,13 +57,9 @@ class BalancePolicy:
 
     def __init__(
         self, *, predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
-        min_gain_s: float = 0.0005, noise_guard: float = 4.0, cooldown: int = 0, warmup: int = 1,
-        surprise: float = 0.1, guard: bool = True,
+        warmup: int = 1, guard: bool = True,
     ) -> None:  # fmt: skip
-        self.thresholds = Thresholds(
-            dead_band=dead_band, min_gain_s=min_gain_s, noise_guard=noise_guard, cooldown=cooldown, warmup=warmup,
-            surprise=surprise, guard=guard,
-        )  # fmt: skip
+        self.dead_band, self._warmup, self._guarded = real("dead_band", dead_band), whole("warmup", warmup), guard
         self.prototype = by_name(predictor) if isinstance(predictor, str) else predictor
         if not callable(getattr(self.prototype, "fresh", None)):
             raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
@@ -78,14 +72,9 @@ class BalancePolicy:
         self.limits = ShareLimits()
         self.work = WorkPerSample()
         self._seen = 0
-        self._since_change = 0
         self._expected: tuple[tuple[float, ...], list[float]] = (), []  # samples, and times of these [s]
         self._loads: list[tuple[float, float]] = []  # told with the last record
         self.cut_by_cost = False
-
-    @property
-    def dead_band(self) -> float:
-        return self.thresholds.dead_band
 
     @property
     def lag(self) -> int:
@@ -104,8 +93,8 @@ class BalancePolicy:
         }
         return {
             "policy": type(self).__name__,
-            "predictor": f"{type(self.prototype).__name__}({_arguments(predictor)})",
-            "thresholds": _arguments(asdict(self.thresholds)),
+            "predictor": f"{type(self.prototype).__name__}({', '.join(f'{n}={v!r}' for n, v in predictor.items())})",
+            "thresholds": f"dead_band={self.dead_band!r}, warmup={self._warmup!r}, guard={self._guarded!r}",
         }
 
     def start(self, *, world_size: int, total: int, bounds: ShareBounds, quantum: int = 1) -> None:
@@ -140,7 +129,6 @@ class BalancePolicy:
         if known:
             self.shares = self._best(self._most()).shares or self.shares
             self._guard.decided(self.shares)
-        self._since_change = self.thresholds.cooldown
 
     def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
         """Returns each rank's work in samples, for `predict_s`; its samples, if all cost the same."""
@@ -175,20 +163,14 @@ class BalancePolicy:
         self._guard.rebase(self._equal)
         if all(n <= b for n, b in zip(self.shares, self.limits.upper, strict=True)):
             return None
-        held = self._within_limits()
+        best = self._best(self._most()) if all(p.ready for p in self._predictors) else equal
+        held = best if best.ok else equal
         if not held.ok or held.shares == self.shares:
             return None
         self.shares = held.shares
         self._guard.decided(held.shares)
-        self._since_change = 0
         reason = "memory" if self.limits.fit else "memory: together the ranks hold less than the global batch"
         return ShareDecision(shares=self.shares, changed=True, reason=reason)
-
-    def _within_limits(self) -> Allocation:
-        """Returns the split to go on with when limits have changed."""
-        alike = self.limits.alike()
-        best = self._best(self._most()) if all(p.ready for p in self._predictors) else alike
-        return best if best.ok else alike
 
     def urgent(self, samples: Sequence[float], compute_s: Sequence[float]) -> bool:
         """Returns whether a record must be evaluated before the next batch: some rank's time was not as expected.
@@ -200,11 +182,10 @@ class BalancePolicy:
             compute_s: each rank's time [s].
         """
         if tuple(samples) != self._expected[0]:
-            if self._seen <= self.thresholds.warmup or not all(p.ready for p in self._predictors):
+            if self._seen <= self._warmup or not all(p.ready for p in self._predictors):
                 return True
             self._expect(samples)
-        limit = self.thresholds.surprise
-        return any(abs(s - e) > limit * e for s, e in zip(compute_s, self._expected[1], strict=True))
+        return any(abs(s - e) > _SURPRISE * e for s, e in zip(compute_s, self._expected[1], strict=True))
 
     def _expect(self, samples: Sequence[float]) -> None:
         self._expected = tuple(samples), [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
@@ -218,8 +199,7 @@ class BalancePolicy:
         if not self.wants_load:
             return False
         pairs = zip(loads, self._loads, strict=False)  # none before the first record
-        limit = self.thresholds.surprise
-        return any(abs(now - then) > limit for new, old in pairs for now, then in zip(new, old, strict=True))
+        return any(abs(now - then) > _SURPRISE for new, old in pairs for now, then in zip(new, old, strict=True))
 
     def take(self, records: Sequence[SpeedSample], *, batches: int) -> ShareDecision:
         """Takes in one record per rank, in rank order, and decides the shares from now on.
@@ -254,10 +234,9 @@ class BalancePolicy:
     def _learn(self, records: Sequence[SpeedSample]) -> str | None:
         """Hands the records to the predictors; returns why nothing can be decided yet."""
         self._seen += 1
-        self._since_change += 1
         self._expected = (), []
         self.work.add(records)
-        if self._seen <= self.thresholds.warmup:
+        if self._seen <= self._warmup:
             return "warm-up"
         work = self.work_in_samples(records)
         if wants_load := self.wants_load:
@@ -278,10 +257,10 @@ class BalancePolicy:
         slowest = max(range(len(now_s)), key=now_s.__getitem__)
         current_s = now_s[slowest]
         # Leaving equal shares takes more evidence than improving unequal ones: on equal devices nothing is to be won.
-        caution = self.thresholds.noise_guard * (1.0 if self.shares == self._equal else 0.25)
+        caution = _NOISE_GUARD * (1.0 if self.shares == self._equal else 0.25)
         threshold_s = max(
-            self.thresholds.dead_band * current_s,
-            self.thresholds.min_gain_s,
+            self.dead_band * current_s,
+            _MIN_GAIN_S,
             caution * self._predictors[slowest].std_s(self.shares[slowest]),
         )
 
@@ -294,18 +273,15 @@ class BalancePolicy:
         def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> ShareDecision:
             self._guard.decided(shares, on_trial=on_trial)
             self.shares = shares
-            self._since_change = 0
             predicted_s = _batch_s(costs, shares)
             return ShareDecision(
                 shares=shares, changed=True, reason=reason, predicted_s=predicted_s, gain_s=current_s - predicted_s
             )
 
-        if self.thresholds.guard and not self._guard.covers(self.shares):
+        if self._guarded and not self._guard.covers(self.shares):
             upper = self._guard.upper(self.limits.upper, part=_TIGHT)
             shares = self._best(upper).shares or self._equal
             return change(shares, self._guard.why(shares))
-        if self._since_change <= self.thresholds.cooldown:
-            return keep("cooldown")
         before = self._guard.before_failure()
         reason, gain_s = "balanced", 0.0
         if current_s - min(now_s) > threshold_s:  # no split gains more than the spread: skip the solver
@@ -316,16 +292,16 @@ class BalancePolicy:
             if gain_s > threshold_s and best.shares != self.shares:
                 return change(best.shares, "rebalanced", on_trial=True)
         fits = before is not None and all(n <= most for n, most in zip(before, self.limits.upper, strict=True))
-        if self.thresholds.guard and before is not None and fits and self._guard.covers(before):
+        if self._guarded and before is not None and fits and self._guard.covers(before):
             return change(before, "the last change made batches longer: taken back")
         lost_s = _batch_s(costs, self._equal) - current_s
-        if self.thresholds.guard and self.shares != self._equal and lost_s < 0.5 * threshold_s:
+        if self._guarded and self.shares != self._equal and lost_s < 0.5 * threshold_s:
             return change(self._equal, "equal shares are as good")
         return keep(reason, gain_s)
 
     def _most(self) -> list[int]:
         """Returns the most samples per rank that are allowed now."""
-        return self._guard.upper(self.limits.upper) if self.thresholds.guard else self.limits.upper
+        return self._guard.upper(self.limits.upper) if self._guarded else self.limits.upper
 
     def _best(self, upper: Sequence[int] | None = None) -> Allocation:
         upper = self.limits.upper if upper is None else upper
@@ -366,7 +342,3 @@ class BalancePolicy:
 def _batch_s(costs: Sequence[LearnedCost], shares: Sequence[int]) -> float:
     """Returns the predicted time of a batch [s]."""
     return max(cost.seconds(n) for cost, n in zip(costs, shares, strict=True))
-
-
-def _arguments(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -79,3 +79,30 @@ class SideChannel:
             return float(total.result().item())
 
         return wait
+
+
+class PartChannel:
+    """A side channel as seen by groups of neighbouring ranks of which each trains on one part of a batch.
+
+    The ranks of a tensor-parallel group, e.g., have the same samples and count as one here.
+
+    Args:
+        channel: of all ranks.
+        members: ranks of a group.
+    """
+
+    def __init__(self, channel: SideChannel, members: int) -> None:
+        self._channel, self._members = channel, members
+        self.rank, self.world_size = channel.rank // members, channel.world_size // members
+
+    def all_gather_object(self, value: object) -> list:
+        """Gathers any picklable object: that of the first rank of each group."""
+        return self._channel.all_gather_object(value)[:: self._members]
+
+    def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
+        """Returns rank 0's list of indices on every rank; others' are not looked at."""
+        return self._channel.broadcast_indices(indices if self._channel.rank == 0 else None)
+
+    def sum_async(self, value: float) -> Callable[[], float]:
+        """Starts summing ``value`` over the groups, whose ranks have the same one."""
+        return self._channel.sum_async(value / self._members)

@@ -66,7 +66,8 @@ class Engine(NamedTuple):
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Its own, the shared ones, and `DDPStrategy`'s, but for one that all refuse on several devices."""
-        bases = [*self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1], DDPStrategy]
+        mro = self.strategy.__mro__
+        bases = [*mro[: mro.index(HeteroStrategy) + 1], DDPStrategy]
         named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
         return {name: p for name, p in named.items() if name not in ("self", "ddp", "model_averaging_period")}
 

@@ -29,6 +29,7 @@ from lightning_hetero.federated.decide import rounds as federated_rounds
 from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman, kalman
 from lightning_hetero.record.ledger import RankFigures
+from lightning_hetero.shares import policy as share_policy
 from lightning_hetero.stale import policy as stale_policy
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report import Counts, Measures, engine_metrics
@@ -106,7 +107,8 @@ def test_numbers_among_the_formulas_are_the_defaults() -> None:
     found = {name: float(number) for name, number in re.findall(r"\b([a-z_]+) \(([\d.]+)\)", text)}
     owners = (BalancePolicy, Kalman, ExchangeClock)
     known = {name: p.default for owner in owners for name, p in inspect.signature(owner).parameters.items()}
-    known |= {name.strip("_").lower(): value for name, value in vars(kalman).items() if name.isupper()}
+    constants = {**vars(kalman), **vars(share_policy)}
+    known |= {name.strip("_").lower(): value for name, value in constants.items() if name.isupper()}
     assert found == {name: known[name] for name in found}
     assert {"drift", "gate", "dead_band", "noise_guard", "surprise", "period_s"} <= set(found)
 

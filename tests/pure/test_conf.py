@@ -165,8 +165,8 @@ BALANCED, STALE = "strategy=hetero_balanced", "strategy=hetero_stale"
         ([BALANCED], BalancePolicy()),
         ([BALANCED, "strategy.policy=predictive", "strategy.dead_band=0.1"], BalancePolicy(dead_band=0.1)),
         ([BALANCED, "strategy.predictor=curve"], BalancePolicy(predictor=Curve())),
-        ([BALANCED, "strategy.policy={_target_:lightning_hetero.balanced.policy.BalancePolicy,cooldown:9}"],
-         BalancePolicy(cooldown=9)),
+        ([BALANCED, "strategy.policy={_target_:lightning_hetero.balanced.policy.BalancePolicy,warmup:9}"],
+         BalancePolicy(warmup=9)),
         ([BALANCED, "strategy.predictor={_target_:lightning_hetero.predictors.Curve.from_points,"
           "points:[[8,0.01],[64,0.02]]}"],
          BalancePolicy(predictor=Curve.from_points([(8, 0.01), (64, 0.02)]))),

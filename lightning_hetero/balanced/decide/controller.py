@@ -88,6 +88,17 @@ class Rows:
         return tuple(Row(*numbers).record(rank) for rank, numbers in enumerate(self._rows))
 
 
+def slowest(members: Sequence[Sequence[float]]) -> Row:
+    """Returns one row for ranks that train on the same part: the slowest one's, which the others wait for.
+
+    Its time is 0 if one of them was not measured, its memory that of the rank that has least.
+    """
+    rows = [Row(*numbers) for numbers in members]
+    row = (min if any(not r.compute_s > 0 for r in rows) else max)(rows, key=lambda r: r.compute_s)
+    known = [r.most_samples for r in rows if not math.isnan(r.most_samples)]
+    return row._replace(most_samples=min(known, default=math.nan))
+
+
 class _Step(NamedTuple):
     """One local step."""
 
@@ -142,8 +153,8 @@ class ShareController:
 
     Args:
         policy: started by the caller.
-        rank: this rank.
-        world_size: number of ranks.
+        rank: this rank, among those with a part of their own.
+        world_size: number of parts; a row comes from each of their ranks, neighbours having the same part.
         lag: batches the loader reads ahead; the largest of all ranks and loaders.
         exchange: when to exchange.
 
@@ -213,8 +224,11 @@ class ShareController:
 
     def _receive(self) -> None:
         tag, wait = self._pending.popleft()
-        rows = Rows(wait())
+        everyone = wait()
+        rows = Rows(everyone)
         self._check(tag, rows)
+        if (members := len(everyone) // self.world_size) > 1:
+            rows = Rows([slowest(everyone[i : i + members]) for i in range(0, len(everyone), members)])
         self._late = (tag, rows)
         # At once, and also if the times of this step say nothing.
         limited = self.policy.limit(rows.most_samples, rows.samples, rows.compute_s)
@@ -243,7 +257,7 @@ class ShareController:
 
     def _check(self, tag: Tag, rows: Rows) -> None:
         everyone = list(zip(rows.epoch, rows.step, rows.digest, strict=True))
-        mine = everyone[self.rank]
+        mine = everyone[self.rank * (len(everyone) // self.world_size)]
         if everyone.count(mine) != len(everyone):
             r, other = next((r, ran) for r, ran in enumerate(everyone) if ran != mine)
             ours, theirs = ("({:.0f}, {:.0f}, {:#x})".format(*ran[:2], int(ran[2])) for ran in (mine, other))

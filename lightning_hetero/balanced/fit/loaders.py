@@ -27,13 +27,13 @@ from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
+from lightning_hetero.data.order import Channel
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
-from lightning_hetero.transport.side_channel import SideChannel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +75,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         channel: blocking exchanges at set-up and epoch starts.
         policy: decides shares; started here once the batch sizes are known.
         shared, settings: the strategy's arguments.
+        strategy_name: class of the strategy, for messages.
 
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
@@ -83,10 +84,10 @@ class BalancedBinder(PartBinder[_Balanced]):
     """
 
     def __init__(
-        self, trainer: Trainer, channel: SideChannel, policy: BalancePolicy, shared: SharedSettings,
-        settings: BalanceSettings,
+        self, trainer: Trainer, channel: Channel, policy: BalancePolicy, shared: SharedSettings,
+        settings: BalanceSettings, *, strategy_name: str,
     ) -> None:  # fmt: skip
-        super().__init__(trainer, channel, strategy_name="LoadBalancedStrategy", shared=shared, stream=settings.stream)
+        super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=settings.stream)
         self.settings, self.policy = settings, policy
         self.controller: ShareController | None = None
         self.equal: str | None = None
@@ -174,9 +175,9 @@ class BalancedBinder(PartBinder[_Balanced]):
             if spec.kind == "stream" and self.settings.stream is None:
                 return (
                     "the train dataset is an IterableDataset, and if every rank had its own finite stream, the"
-                    " fast ones would only run out of data first. Say LoadBalancedStrategy(stream='infinite') if every"
-                    " rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps its"
-                    " part of every global batch)"
+                    f" fast ones would only run out of data first. Say {self._strategy_name}(stream='infinite') if"
+                    " every rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps"
+                    " its part of every global batch)"
                 )
         return None
 
@@ -268,7 +269,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         if self.settings.quantum == "auto" and primary.sizes.quantum > 1:
             rank_zero_info(
                 f"shares are multiples of {primary.sizes.quantum} samples: {self._shapes.why}."
-                " LoadBalancedStrategy(quantum=1) lets them be any"
+                f" {self._strategy_name}(quantum=1) lets them be any"
             )
 
     @property

@@ -33,6 +33,7 @@ from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import too_few
 from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.transport.side_channel import PartChannel
 from lightning_hetero.types import StepReport
 
 
@@ -43,6 +44,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         trainer: the running trainer.
         strategy: that of the trainer.
         settings: the arguments that only this engine has.
+        members: ranks that train on the same part of a batch, neighbours.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -55,7 +57,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         signals: end all ranks together.
     """
 
-    def __init__(self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings) -> None:
+    engine = "balanced"
+
+    def __init__(
+        self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1
+    ) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
@@ -71,18 +77,20 @@ class BalancedRun(EngineRun[BalancedBinder]):
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
             "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
-            "ddp": repr(sorted(strategy.ddp_arguments.items())),
+            "stock": repr(sorted(strategy.agreed.items())),
             **self.policy.settings(),
         }
         super().__init__(trainer, timeout=timeout, settings=agreed)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
-        self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings)
+        channel = self.channel if members == 1 else PartChannel(self.channel, members)
+        name = type(strategy).__name__
+        self.binder = BalancedBinder(trainer, channel, self.policy, shared, settings, strategy_name=name)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
-        world, counts = self.channel.world_size, shared.weight_in(self.module)
+        world, counts = channel.world_size, shared.weight_in(self.module)
         self.weight = LossWeight(
-            channel=self.channel, world_size=world, reduction=shared.loss_reduction, batch_weight=counts
+            channel=channel, world_size=world, reduction=shared.loss_reduction, batch_weight=counts
         )
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
@@ -101,7 +109,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
         self._trained = Trained(trainer)
         self._model: nn.Module | None = None
-        self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
+        self._voided: list[Callable[[], object]] = []  # ends what keeps a batch of weight 0 out of the gradients
         requeue = None
         if self.fitting and compat.requeues(trainer):
             requeue = RequeueTogether(trainer, self.channel.rank)
@@ -120,11 +128,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self._recovery is not None:
             self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
-            self._recovery = Recovery(
+            self._recovery = self.make_recovery(
                 self.trainer, model, device=device_of(self.trainer.strategy.root_device), weight=self.weight,
                 cap=self.cap, constant=self.binder.stands_for_part, learned=self._learned,
             )  # fmt: skip
             self.undo.callback(self._recovery.close)
+
+    def make_recovery(self, *args: Any, **kwargs: Any) -> Recovery:
+        """Returns what survives a lack of memory."""
+        return Recovery(*args, **kwargs)
 
     def _learned(self, data: Mapping[str, Any]) -> None:
         if self.part is not None:
@@ -173,7 +185,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return None
         longer = f"with equal shares the slowest rank would work {equal_s / slowest_s:.2f} times as long"
         return (
-            f"hetero_balanced: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
+            f"hetero_{self.engine}: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
             f" {too_few(self.trainer.global_step) or longer}"
         )
 
@@ -247,13 +259,16 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.weight.waits:  # for the peers' token counts
             with self.probe.paused():
                 self.weight.factor()
-        factor = self.weight.factor()
+        factor = 1.0 if self._recovery is not None and self._recovery.weighed else self.weight.factor()
         if factor == 0.0:  # not by the product alone: 0 * NaN is NaN, e.g. a mean over no tokens
-            parameters = self.module.parameters()
-            self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
+            self._voided = self.void()
         weighted = loss if factor == 1.0 else loss * factor
         self._stamp_end(weighted)
         return weighted
+
+    def void(self) -> list[Callable[[], object]]:
+        """Keeps a backward pass of weight 0 out of the gradients; returns what ends that."""
+        return [p.register_hook(torch.zeros_like).remove for p in self.module.parameters() if p.requires_grad]
 
     def _stamp_end(self, loss: Tensor) -> None:
         if loss.requires_grad and self.part is not None:
@@ -266,9 +281,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
             run(weighted)
         else:
             self._recovery.backward(weighted, run, holders=(loss, *holders), ended=self._stamp_end)
-        for handle in self._voided:
-            handle.remove()
-        self._voided = []
+        while self._voided:
+            self._voided.pop()()
         if self.part is None:
             return
         self.probe.exchanged()
@@ -281,10 +295,13 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def _backward_ended(self) -> None:
         """This rank's own gradients are complete."""
         self.probe.backward_ended()
-        model = self._model
-        self.times.synced |= isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        self.times.synced |= self.exchanges_gradients()
         if self.automatic:
             self.step_over()
+
+    def exchanges_gradients(self) -> bool:
+        """Whether the ranks' gradients meet at the end of the backward pass that runs."""
+        return isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
 
     def step_over(self) -> None:
         """This rank's own work is over: under manual optimization with ``training_step``, optimizers included."""

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.join import Invitation, JoiningRank
 from lightning_hetero.base.elastic.meetings import Meetings
@@ -26,7 +27,6 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.base.nodes import gather_nodes
 from lightning_hetero.base.run import Binder, EngineRun
-from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
 
 
@@ -46,7 +46,7 @@ Run = TypeVar("Run", bound=ElasticRun[Any])
 T = TypeVar("T")
 
 
-class ElasticDDPStrategy(HeteroStrategy[Run]):
+class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
     """See the module; what is trained, and how, is a subclass's: `_meetings` and `_in_step` are for it to say.
     """
 

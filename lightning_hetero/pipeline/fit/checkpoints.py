@@ -11,15 +11,15 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_hetero.base.checks import naming_full_disk
+from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
-from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState, is_local, load_mapped, save_streamed
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_together
 
 
-class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
+class WholeCheckpointsDDP(HeteroDDPStrategy[PipelineRun]):
     """Collects and divides states of the whole model; files are those that stock DDP writes, plus one key."""
 
     def __init__(self, **ddp: Any) -> None:

@@ -31,7 +31,8 @@ _NOTES = (
     "Waiting is a rank's time in a step less its own work and the exchange. The exchange is what the rank that comes"
     " last sees of it.",
     "What if: the planner's answer for the recorded times (the balancing policy itself; ranks that never wait for the"
-    " stale engine; a pipeline's plan). Assumed unchanged: the exchange, and what a rank's samples cost it.",
+    " stale engine; a pipeline's plan). Assumed unchanged: the exchange, and what a rank's samples cost it."
+    " What fewer or faster devices would give, the planner says of the same recording.",
 )
 _PIPELINE_NOTE = (
     "For a pipeline, what-if is its plan's model, multiplied by what batches took over what the model says of the plan."
@@ -54,8 +55,7 @@ _VIEWS = (
           "Who works, who waits, and what would an even split look like?"),
     _View("spent", "Where the time went", 1, views.spent,
           "How much of each rank's time is work, exchange and waiting, and for whom?"),
-    _View("stages", "Ranks and stages of a step", 2, views.stages, "Is it one rank, one stage, or all?"),
-    _View("what-if", "What if", 2, views.what_if, "What would another engine, a faster rank, or fewer devices give?"),
+    _View("what-if", "What if", 2, views.what_if, "What would another engine give?"),
     _View("course", "Over time", 1, views.course, "How did loss and throughput develop?"),
     _View("shares", "Shares and decisions", 1, views.shares, "What was decided, why, and did it help as expected?"),
     _View("scores", "Slow ranks, slow times", 2, views.scores, "Is it one rank, one stretch of time, or all of them?"),

@@ -180,18 +180,17 @@ class Cell:
     tip: str
 
 
-def ratio_cell(ratio: float, tip: str, text: str = "") -> Cell | None:
+def ratio_cell(ratio: float, tip: str) -> Cell | None:
     """Returns a cell that is pale at 1 and full from 1.5 on, or cool below 1; None: not known."""
     if math.isnan(ratio):
         return None
     kind, strength = "hot" if ratio >= 1.0 else "cool", min(1.0, 2.0 * abs(ratio - 1.0))
-    return Cell(text=text or f"{ratio:.2f}", kind=kind, strength=strength, tip=tip)
+    return Cell(text=f"{ratio:.2f}", kind=kind, strength=strength, tip=tip)
 
 
 def heat_map(
-    rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Cell | None]], *, label: str,
-    x_name: str = "",
-) -> Markup:  # fmt: skip
+    rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Cell | None]], *, label: str, x_name: str
+) -> Markup:
     """Returns a row of cells for each name; None: an empty cell. Texts stand in cells that are wide enough."""
     left = min(150.0, 10.0 + max(text_width(name) for name in rows))
     wide = (WIDTH - left) / max(1, len(columns))
@@ -206,13 +205,12 @@ def heat_map(
             drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, "cell", tip=cell.tip)
             drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, cell.kind, opacity=cell.strength, tip=cell.tip)
             if wide > 30.0:
-                letters = "inside" if cell.kind != "idle" and cell.strength >= _ON_COLOUR else ""
+                letters = "inside" if cell.strength >= _ON_COLOUR else ""
                 drawing.text(x + wide / 2.0, y + 13.0, cell.text, letters, anchor="middle")
-    every = max(1, math.ceil(max(map(text_width, columns), default=1.0) / wide)) if x_name else 1
+    every = max(1, math.ceil(max(map(text_width, columns), default=1.0) / wide))
     for j in range(0, len(columns), every):
         drawing.text(left + wide * (j + 0.5), 11.0, columns[j], "mute", anchor="middle")
-    if x_name:
-        drawing.text(WIDTH, drawing.height - 3.0, x_name, "mute", anchor="end")
+    drawing.text(WIDTH, drawing.height - 3.0, x_name, "mute", anchor="end")
     return drawing.svg()
 
 

@@ -11,7 +11,6 @@ from lightning_hetero.record.ledger import RunLedger, ledger_of
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
 from lightning_hetero.report.scores import Scores, scores_of
-from lightning_hetero.report.spent import StepStages, outliers_of, step_stages_of
 from lightning_hetero.report.verdict import Verdict, engine_name, verdict_of
 from lightning_hetero.report.what_if import Alternatives, alternatives_of
 
@@ -45,12 +44,6 @@ class RunFacts:
         return pipeline_of(self.run, self.ledger)
 
     @cached_property
-    def times(self) -> StepStages | None:
-        if self.pipeline is None or not self.run.staged:
-            return step_stages_of(self.run, self.ledger)
-        return step_stages_of(self.run, self.ledger, self.pipeline.planned_s)
-
-    @cached_property
     def alternatives(self) -> Alternatives | None:
         return alternatives_of(self.run, self.ledger, self.pipeline)
 
@@ -66,7 +59,7 @@ class RunFacts:
             return ranks
         half = _MOST_RANKS // 2
         by_work = sorted(ranks, key=lambda rank: -self.ledger.ranks[rank].compute_s)
-        slow = [one.rank for one in outliers_of(self.times)][:_MOST_RANKS] if self.times is not None else []
+        slow = [] if self.scores is None else self.scores.slow_ranks[:_MOST_RANKS]
         others = [rank for pair in zip(by_work[:half], by_work[::-1], strict=False) for rank in pair]
         return sorted(list(dict.fromkeys([*slow, *others]))[:_MOST_RANKS])
 

@@ -7,7 +7,7 @@ why nothing is drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TypeAlias
 
@@ -17,18 +17,8 @@ from lightning_hetero.report.course import losses_of, throughput_of
 from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
-from lightning_hetero.report.spent import StepStage, StepStages
-from lightning_hetero.report.verdict import (
-    as_fast,
-    begun,
-    engine_name,
-    milliseconds,
-    others_text,
-    percent,
-    ranks_text,
-    stage_answer,
-    stage_names,
-)
+from lightning_hetero.report.scores import late_between
+from lightning_hetero.report.verdict import begun, engine_name, milliseconds, others_text, percent, ranks_text
 
 Drawn: TypeAlias = tuple[str, Markup]
 """A view's answer and its drawing."""
@@ -37,15 +27,6 @@ _STEPS = 6  # of the time lines
 _MOST_CHANGES = 14  # of the table
 _MOST_LOSSES = 3  # drawn
 _SPENT = [("work", "own work"), ("exchange", "exchange of gradients"), ("idle", "waiting")]
-
-_HOLDS = {
-    "work": "forward and backward; under an engine that times it loading, too, and the optimizer's step",
-    "exchange": "the least that a rank sees of it",
-    "waiting": "what is beyond that",
-    "between": "all else, e.g. callbacks and logging",
-}
-"""The stages of a step in words, by kind."""
-
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Returns an HTML table in a box that scrolls."""
@@ -122,53 +103,11 @@ def spent(facts: RunFacts) -> Drawn:
     blamed, part = waiting.caused
     if blamed >= 0 and waiting.waited > 0.005:
         answer += f" {percent(part)} of the waiting was for rank {blamed}."
+    if late := late_between(run, waiting):
+        rank, taken_s, ratio = late
+        than = f" ({ratio:.1f} times the median)" if ratio < 100.0 else ""
+        answer += f" Between steps, e.g. for its loader, rank {rank} takes {milliseconds(taken_s)}{than}."
     return answer + facts.shown, body
-
-
-def stages(facts: RunFacts) -> Drawn:
-    """Ranks and stages of a step: rows and columns."""
-    run, times = facts.run, facts.times
-    assert times is not None
-    names = stage_names(run)
-    parts = [times.part(stage) for stage in times.stages]
-    told = {part: percent(part) for part in parts if not math.isnan(part)}
-    last = [charts.Cell(text=told[p], kind="idle", strength=0.0, tip=told[p]) if p in told else None for p in parts]
-    answer = stage_answer(times, names)
-    drawing = charts.heat_map(
-        [*(f"rank {rank}" for rank in facts.ranks), "part"],
-        [names[stage.kind] for stage in times.stages],
-        [*([_stage_cell(times, stage, rank, names) for stage in times.stages] for rank in facts.ranks), last],
-        label=f"time of each rank by stage of a step, in milliseconds. {answer}",
-    )
-    beside = "planned, relative to the others" if run.staged else "the ranks' median"
-    body = charts.legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
-    body += element("p", *(element("b", names[s.kind]) + f": {_HOLDS[s.kind]}. " for s in times.stages))
-    body += element(
-        "p",
-        f"ms per step, mean over {times.steps} steps; between steps the median. Full colour from 1.5 times the"
-        " median on. The last row is each stage's part of a step.",
-    )
-    return answer + facts.shown, body
-
-
-def _stage_cell(times: StepStages, stage: StepStage, rank: int, names: Mapping[str, str]) -> charts.Cell | None:
-    seconds, ratio = stage.seconds[rank], stage.ratios[rank]
-    if math.isnan(seconds):
-        return None
-    tip, text = f"rank {rank}, {names[stage.kind]}: {milliseconds(seconds)}", _short_ms(seconds)
-    if stage.kind == "waiting":  # by its part of a step: the rank that waits is not the slow one
-        part = min(1.0, seconds / times.step_s) if times.step_s > 0.0 else 0.0
-        return charts.Cell(text=text, kind="idle", strength=part, tip=f"{tip}, {percent(part)} of a step")
-    if not math.isfinite(ratio):
-        return charts.Cell(text=text, kind="hot", strength=0.0 if math.isnan(ratio) else 1.0, tip=tip)
-    tip += f", {ratio:.2f} times the median" + (" of what was planned" if stage.expected else "")
-    return charts.ratio_cell(ratio, tip, text)
-
-
-def _short_ms(seconds: float) -> str:
-    """Returns milliseconds in at most six letters."""
-    value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 99.95 or value < 0.005 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
 # ---- over time ------------------------------------------------------------------------------------------------
@@ -236,7 +175,7 @@ def scores(facts: RunFacts) -> Drawn:
 
 
 def what_if(facts: RunFacts) -> Drawn:
-    """Other engines, a faster rank, fewer devices."""
+    """Other engines."""
     what = facts.alternatives
     if what is None:
         pipeline = "layers were not measured, so there is no model of the plan to ask"
@@ -249,32 +188,7 @@ def what_if(facts: RunFacts) -> Drawn:
         [charts.Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
         label="time of a batch by engine",
     )
-    answer = others_text(what) or f"A global batch took {milliseconds(what.measured_s)}."
-    now_s = what.engines.get(what.engine, what.engines.get("ddp", math.nan))
-    if what.sped_up and now_s > 0:
-        gains = {rank: max(0.0, 1.0 - step_s / now_s) for rank, step_s in what.sped_up.items()}
-        top = max(gains, key=lambda rank: gains[rank])
-        like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
-        if gains[top] > 0.02:
-            answer += f" If rank {top} were as fast as {like}, a step would be {as_fast(1.0 / (1.0 - gains[top]))}."
-        else:
-            answer += " No single rank holds up the others by 2 %."
-    if what.dropped:
-        words = [_dropped(engine_name(name), taken_s) for name, taken_s in what.dropped.items()]
-        answer += f" {begun('; '.join(filter(None, words)))}."
-    return answer, body
-
-
-def _dropped(name: str, taken_s: Mapping[tuple[int, ...], float]) -> str:
-    """Returns in words which devices are best dropped under an engine; nothing where that is not known."""
-    known = [(s, ranks) for ranks, s in taken_s.items() if not math.isnan(s)]
-    if not known:
-        return ""
-    seconds, ranks = min(known, key=lambda pair: pair[0])
-    saved = 1.0 - seconds / known[0][0]
-    if not ranks or saved < 0.02:
-        return f"{name} is fastest with all devices"
-    return f"{name} is fastest without {ranks_text(sorted(ranks))} ({as_fast(1.0 / (1.0 - saved))})"
+    return others_text(what) or f"A global batch took {milliseconds(what.measured_s)}.", body
 
 
 def shares(facts: RunFacts) -> Drawn:

@@ -26,11 +26,11 @@ from lightning_hetero.stale.decide.epoch import Epoch, check_update
 from lightning_hetero.stale.decide.intervals import head
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.decide.speeds import Speeds, StepTime
+from lightning_hetero.stale.decide.speeds import Speeds
 from lightning_hetero.stale.decide.workers import Assignment, HeldClaim, Workers, WorkerState
 
 
-class Coordinator:
+class Coordinator(Dispatch):
     """See the module. Times are of any one monotonic clock [s].
 
     Args:
@@ -43,6 +43,7 @@ class Coordinator:
 
     Attributes:
         workers: what is known of each.
+        version: of the parameters: number of updates so far.
         speeds: how fast they are.
     """
 
@@ -50,21 +51,9 @@ class Coordinator:
         self, policy: Policy, *, workers: Iterable[int], ahead: int = 0, predictor: Predictor | None = None,
         liveness_s: float = 5.0,
     ) -> None:  # fmt: skip
-        self.policy = policy
         self.speeds = Speeds(predictor)
-        self.workers = Workers(workers, speeds=self.speeds, liveness_s=liveness_s)
-        self._step = StepTime()
-        self._dispatch = Dispatch(policy, self.workers, self._step, ahead=ahead)
+        super().__init__(policy, Workers(workers, speeds=self.speeds, liveness_s=liveness_s), ahead=ahead)
         self._resumed: Mapping[int, Any] = {}  # epoch -> sub-steps that count in it, from a checkpoint
-
-    @property
-    def _books(self) -> Epoch:
-        return self._dispatch.books
-
-    @property
-    def version(self) -> int:
-        """Version of the parameters: number of updates so far."""
-        return self._dispatch.version
 
     @property
     def epoch(self) -> int:
@@ -117,7 +106,7 @@ class Coordinator:
         last = len(self.ends)
         effects: list[Effect] = [Passed(rank=w.rank, global_step=last) for w in self.workers if w.held is not None]
         self.workers.begin(now)
-        self._dispatch.books = books
+        self._books = books
         self._step.interrupt()
         return effects
 
@@ -140,7 +129,7 @@ class Coordinator:
             effects.append(Passed(rank=rank, global_step=self.global_step))
         else:
             worker.held = HeldClaim(global_step, now)
-        return effects + self._settle(now)
+        return effects + self.answer(now)
 
     def push(
         self, rank: int, assignment: int, now: float, *, global_step: int, samples: int | None = None,
@@ -173,7 +162,7 @@ class Coordinator:
             self.workers.ended(held, now)
         effects = self._receive(worker, held, count, finite, in_step=global_step == self.global_step)
         effects += self._update(now)
-        return effects + self._settle(now)
+        return effects + self.answer(now)
 
     def _receive(
         self, worker: WorkerState, held: Assignment, count: int, finite: bool, *, in_step: bool
@@ -226,11 +215,10 @@ class Coordinator:
         if worker is None or held is None or assignment not in (None, held.number):
             return []
         self.workers.speaks(rank, now)
-        if held.epoch == self.epoch:
-            worker.assignments -= 1
+        worker.assignments -= 1
         effects = self._free(worker, "given back")
         worker.assignment = None
-        return effects + self._settle(now)
+        return effects + self.answer(now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         """A worker is dead: its assignment is issued again, and no worker counts on it."""
@@ -238,12 +226,12 @@ class Coordinator:
         if worker is None:
             return []
         effects = self._free(worker, "its worker is dead")
-        return effects + self._update(now) + self._settle(now)
+        return effects + self._update(now) + self.answer(now)
 
     def joined(self, rank: int, now: float) -> list[Effect]:
         """A worker connected, perhaps again; it takes part at once. Unknown ranks that claim join, too."""
         self.workers.speaks(rank, now)
-        return self._settle(now)
+        return self.answer(now)
 
     def wake(self, now: float) -> list[Effect]:
         """Does what is due by now: ends of holds, assignments or workers without a sign of life, second issues."""
@@ -254,7 +242,7 @@ class Coordinator:
                 effects += self._free(worker, "stalled")
                 worker.assignment.void = worker.assignment.void or "gone"
         self.workers.fall_asleep(now)
-        return effects + self._update(now) + self._settle(now)
+        return effects + self._update(now) + self.answer(now)
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
@@ -274,7 +262,7 @@ class Coordinator:
         """Returns what a worker computes on in this epoch, valid or not, if that has this number; else None."""
         worker = self.workers.get(rank)
         own = None if worker is None else worker.assignment
-        return own if own is not None and (own.number, own.epoch) == (number, self.epoch) else None
+        return own if own is not None and own.number == number else None
 
     def within_bound(self, base: int, *, later: int = 0) -> bool:
         """Whether gradients computed with version ``base`` may be applied now, or so many versions later."""
@@ -284,15 +272,7 @@ class Coordinator:
     def bases(self) -> set[int]:
         """Returns the versions that a worker computes with in this epoch."""
         present = (worker.assignment for worker in self.workers)
-        return {one.base for one in present if one is not None and one.epoch == self.epoch}
-
-    def shares(self) -> tuple[int, ...]:
-        """Returns samples per rank, from 0 to the highest, of the present batch; 0 for ranks that are not live."""
-        return self._dispatch.shares()
-
-    def hints(self, rank: int) -> list[Span]:
-        """Returns what a worker will probably be assigned in the next ``ahead`` steps; (0, 0) where nothing."""
-        return self._dispatch.hints(rank)
+        return {one.base for one in present if one is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only; ``applied`` leaves out what is pooled: it will be computed again."""
@@ -308,16 +288,12 @@ class Coordinator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over version and speeds; `begin` with the state's ``applied`` and ``global step`` resumes its epoch."""
-        self._dispatch.version = int(state["version"])
+        self.version = int(state["version"])
         self._resumed = {int(state.get("epoch", -1)): state.get("substeps", {})}
         self._step.smoothed_s = float(state["step_s"])
         self.speeds.load_state_dict(state["speeds"])
 
     # --- bookkeeping ------------------------------------------------------------------------------------------
-
-    def _settle(self, now: float) -> list[Effect]:
-        """Answers the claims that can be answered now."""
-        return [*self._dispatch.answer(now)]
 
     def _free(self, worker: WorkerState, reason: str) -> list[Effect]:
         """Makes a valid assignment void, its samples free unless issued a second time."""
@@ -339,7 +315,7 @@ class Coordinator:
         if verdict is None:
             return []
         check_update(verdict, pool, type(self.policy).__name__)
-        self._dispatch.version += 1
+        self.version += 1
         contributions = self._books.empty()
         if verdict.ends_step:
             self._books.advance(now)

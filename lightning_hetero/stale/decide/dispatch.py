@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from lightning_hetero.stale.decide.effects import Assigned, Passed, Span
+from lightning_hetero.stale.decide.effects import Assigned, Effect, Passed, Span
 from lightning_hetero.stale.decide.epoch import Epoch
 from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
 from lightning_hetero.stale.decide.speeds import StepTime
@@ -28,37 +28,35 @@ class Dispatch:
     Args:
         policy: says which worker gets how much, and which waits; whether shares are equal or by speed.
         workers: workers with their claims and assignments, and how fast they are.
-        step: measured time of a global step.
         ahead: fix slices so many global steps early.
 
     Attributes:
-        books: of the present epoch.
         version: of the parameters: number of updates so far.
     """
 
-    def __init__(self, policy: Policy, workers: Workers, step: StepTime, *, ahead: int) -> None:
-        self.books = Epoch(-1, ())
-        self.version = 0
-        self._policy, self._workers, self._step, self._ahead = policy, workers, step, ahead
+    def __init__(self, policy: Policy, workers: Workers, *, ahead: int) -> None:
+        self.policy, self.workers, self.version = policy, workers, 0
+        self._books = Epoch(-1, ())  # of the present epoch
+        self._step, self._ahead = StepTime(), ahead
 
     # ---- shares and slices of batches -------------------------------------------------------------------------
 
     def _split(self, total: int) -> Mapping[int, int]:
-        workers = self._workers
-        return workers.speeds.split(workers.ranks(), total, equal=self._policy.equal_shares)
+        workers = self.workers
+        return workers.speeds.split(workers.ranks(), total, equal=self.policy.equal_shares)
 
     def shares(self) -> tuple[int, ...]:
         """Returns samples per rank, from 0 to the highest, of the present batch; 0 for ranks that are not live."""
-        if not self.books.ends:
+        if not self._books.ends:
             return ()
-        split = self._split(self.books.batch)
-        return tuple(split.get(rank, 0) for rank in range(max((w.rank for w in self._workers), default=-1) + 1))
+        split = self._split(self._books.batch)
+        return tuple(split.get(rank, 0) for rank in range(max((w.rank for w in self.workers), default=-1) + 1))
 
     def _share(self, rank: int) -> int:
         """Returns the worker's part of the present batch [samples]."""
-        books = self.books
+        books = self._books
         planned = books.ledger.planned(rank, books.global_step)
-        if self._policy.equal_shares:
+        if self.policy.equal_shares:
             return planned
         present = self._split(books.batch).get(rank, 0)
         # Slices fixed earlier are kept unless speeds have really changed: they may have been fetched already.
@@ -66,20 +64,20 @@ class Dispatch:
 
     def _predicted_step_s(self) -> float:
         """Returns the predicted time of the present batch, its slowest share [s]; 0 while nothing is known."""
-        speeds = self._workers.speeds
-        times = [speeds.predict_s(rank, part) for rank, part in self._split(self.books.batch).items() if part]
+        speeds = self.workers.speeds
+        times = [speeds.predict_s(rank, part) for rank, part in self._split(self._books.batch).items() if part]
         return max((t for t in times if not math.isnan(t)), default=0.0)
 
     def _lay_out(self) -> None:
         """Fixes the slices of the present batch and of those ``ahead``, where they are not yet."""
-        books = self.books
+        books = self._books
         for batch in range(books.global_step, min(books.global_step + self._ahead + 1, len(books.ends))):
             if not books.ledger.laid_out(batch):
                 books.ledger.lay_out(batch, self._split(books.size(batch)))
 
     def hints(self, rank: int) -> list[Span]:
         """Returns what a worker will probably be assigned in the next ``ahead`` steps; (0, 0) where nothing."""
-        books = self.books
+        books = self._books
         if books.over:
             return []
         self._lay_out()
@@ -87,10 +85,10 @@ class Dispatch:
 
     # ---- answers ----------------------------------------------------------------------------------------------
 
-    def answer(self, now: float) -> list[Assigned | Passed]:
+    def answer(self, now: float) -> list[Effect]:
         """Answers the claims that can be answered now, in the order of asking."""
-        books, answers = self.books, list[Assigned | Passed]()
-        for held, worker in self._held(list(self._workers)):
+        books, answers = self._books, list[Effect]()
+        for held, worker in self._held(list(self.workers)):
             answer: Assigned | Passed | None
             if worker.assignments and (held.global_step < books.global_step or books.over):
                 answer = Passed(rank=worker.rank, global_step=books.global_step)
@@ -99,7 +97,7 @@ class Dispatch:
             if answer is not None:
                 worker.held = None
                 answers.append(answer)
-        return answers + self._break_deadlock(now)
+        return [*answers, *self._break_deadlock(now)]
 
     @staticmethod
     def _held(workers: list[WorkerState]) -> list[tuple[HeldClaim, WorkerState]]:
@@ -109,22 +107,22 @@ class Dispatch:
 
     def _break_deadlock(self, now: float) -> list[Assigned]:
         """If all live workers wait for one another without end, the first that asked gets a sample."""
-        live = self._workers.live()
+        live = self.workers.live()
         held = self._held(live)
         endless = held and len(held) == len(live) and all(claim.until_s == math.inf for claim, _ in held)
-        if self.books.over or not endless or self.books.room < 1:
+        if self._books.over or not endless or self._books.room < 1:
             return []
         first, worker = held[0]
         worker.held = None
         return [self._assign(worker, first.global_step, Grant(samples=1), 1, now)]
 
     def _decide(self, worker: WorkerState, held: HeldClaim, now: float) -> Assigned | None:
-        first, books = worker.assignments == 0, self.books
+        first, books = worker.assignments == 0, self._books
         if books.over:
             return self._dummy(worker)
         self._lay_out()
         claim = self._view(worker, held, now)
-        answer = self._policy.claim(claim)
+        answer = self.policy.claim(claim)
         if isinstance(answer, Hold):
             if first:
                 return self._dummy(worker)
@@ -139,7 +137,7 @@ class Dispatch:
             return self._assign(worker, held.global_step, answer, samples, now)
         if first:
             return self._dummy(worker)
-        original = self._workers.most_overdue(worker, now)
+        original = self.workers.most_overdue(worker, now)
         if original is None:
             held.starved = True
             return None
@@ -148,8 +146,8 @@ class Dispatch:
         return self._assigned(twin, answer)
 
     def _assign(self, worker: WorkerState, claimed: int, grant: Grant, samples: int, now: float) -> Assigned:
-        books = self.books
-        pending = {other.rank for other in self._workers.pending(worker, books.global_step)}
+        books = self._books
+        pending = {other.rank for other in self.workers.pending(worker, books.global_step)}
         taken = books.ledger.take(worker.rank, samples, books.global_step, pending=pending)
         spans, others = books.ledger.alike(taken)
         books.ledger.release(others)
@@ -158,36 +156,35 @@ class Dispatch:
         return self._assigned(self._new(worker, spans, claimed, now), grant)
 
     def _new(self, worker: WorkerState, spans: tuple[Span, ...], claimed: int, now: float) -> Assignment:
-        epoch = self.books.number
-        return self._workers.assign(worker, spans, now, base=self.version, epoch=epoch, claimed=claimed)
+        return self.workers.assign(worker, spans, now, base=self.version, claimed=claimed)
 
     def _assigned(self, made: Assignment, grant: Grant) -> Assigned:
-        step = self.books.global_step
+        step = self._books.global_step
         return Assigned(
             rank=made.rank, assignment=made.number, global_step=step, base=made.base, spans=made.spans,
-            micro=grant.micro, hint=self.books.ledger.slice(made.rank, step + self._ahead) if self._ahead else (0, 0),
+            micro=grant.micro, hint=self._books.ledger.slice(made.rank, step + self._ahead) if self._ahead else (0, 0),
         )  # fmt: skip
 
     def _dummy(self, worker: WorkerState) -> Assigned:
         worker.assignments += 1
-        number, step = next(self._workers.numbers), self.books.global_step
+        number, step = next(self.workers.numbers), self._books.global_step
         return Assigned(rank=worker.rank, assignment=number, global_step=step, base=self.version, spans=())
 
     def _view(self, worker: WorkerState, held: HeldClaim, now: float) -> Claim:
         """Returns what the policy may know about a claim."""
-        books, speeds = self.books, self._workers.speeds
+        books, speeds = self._books, self.workers.speeds
         step = books.global_step
         reserved: list[Due] = []
-        for other in self._workers.pending(worker, step):
+        for other in self.workers.pending(worker, step):
             if (part := books.ledger.free_in_slice(other.rank, step)) > 0:
                 in_s = expected_in_s(books.began_s + speeds.predict_s(other.rank, part), now)
                 reserved.append(Due(rank=other.rank, samples=part, in_s=in_s, current=True))
-        clocks = [other.clock for other in self._workers.live()]
+        clocks = [other.clock for other in self.workers.live()]
         return Claim(
             rank=worker.rank, expired=now >= held.until_s, first=worker.assignments == 0,
             late=held.global_step < step, opening=step == books.opening, served=worker.served == step,
             workers=len(clocks), batch=books.batch, need=books.need, share=self._share(worker.rank),
-            witnessed=books.witnessed, due=self._workers.due(step, now), reserved=tuple(reserved),
+            witnessed=books.witnessed, due=self.workers.due(step, now), reserved=tuple(reserved),
             lead=worker.clock - min(clocks, default=worker.clock),
             step_s=self._step.smoothed_s or self._predicted_step_s(), cost=speeds.cost(worker.rank),
         )  # fmt: skip

@@ -21,7 +21,6 @@ from lightning_hetero.record.ledger import Tally, ledger_of, samples_in, spent_t
 from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.spent import step_stages_of
 from lightning_hetero.report.verdict import milliseconds, percent
 from lightning_hetero.report.what_if import alternatives_of
 from lightning_hetero.types import Event
@@ -63,10 +62,6 @@ def test_one_value_of_each_quantity(run: RecordedRun) -> None:
     assert f"{percent(ledger.waited)} of all ranks' time is waiting" in words
     told = re.findall(r"([\d.]+) of ([\d.]+) device-seconds \(([\d.]+ %)\)", words)
     assert told in ([], [(f"{waited_s:.1f}", f"{total_s:.1f}", percent(ledger.waited))])
-    times = step_stages_of(run, ledger)
-    assert times is not None
-    parts = {stage.kind: times.part(stage) for stage in times.stages}
-    assert parts.get("waiting", ledger.waited) == ledger.waited and parts["work"] == pytest.approx(1.0 - ledger.idle)
     result = {"waiting": ledger.waited, "ranks": [asdict(rank) for rank in ledger.figures]}
     assert comparison_table([result]).splitlines()[-1].split()[-1] == f"{100 * ledger.waited:.1f}"
     tally = Tally(run.ranks)

@@ -24,27 +24,12 @@ def asked(run: RecordedRun) -> Alternatives:
 
 def test_two_ranks_of_constant_speed() -> None:
     found = asked(run_with(STEPS))
-    assert (found.samples, list(found.dropped)) == (30, ["ddp", "balanced"])
+    assert found.samples == 30
     assert found.measured_s == pytest.approx(3.1) and found.engines["ddp"] == pytest.approx(3.1)
     assert found.engines["balanced"] == pytest.approx(2.1, rel=0.02)  # 20 and 10 samples
     # 15 samples per second together, where each rank's exchange is not hidden: 1.9 s of 2 in each
     assert 2.0 <= found.engines["stale"] <= 2.4
     assert found.best[0] in ("balanced", "stale") and found.best[1] <= 2.15
-
-
-def test_a_mended_rank_and_a_dropped_card() -> None:
-    found = asked(run_with(STEPS))
-    assert found.sped_up == {0: pytest.approx(6.1 / 2 + 0.05), 1: pytest.approx(1.6)}
-    ddp, balanced = found.dropped["ddp"], found.dropped["balanced"]
-    assert list(ddp) == list(balanced) == [(), (1,)]
-    assert ddp[1,] == balanced[1,] == pytest.approx(3.0)  # alone, without an exchange
-    assert balanced[()] == pytest.approx(2.1, rel=0.02)
-
-
-def test_a_slow_card_may_cost_more_than_it_brings_under_ddp() -> None:
-    found = asked(run_with([[(8, 1.0, 9.0), (8, 1.0, 9.0), (8, 10.0, 0.0)]] * 40))
-    ddp = found.dropped["ddp"]
-    assert ddp[()] == pytest.approx(10.0) and ddp[2,] == pytest.approx(1.5)
 
 
 def test_a_spell_of_one_rank_stays_in_its_steps() -> None:

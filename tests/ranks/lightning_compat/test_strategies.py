@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.launchers import ScriptLauncher
 from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
-from lightning_hetero.lightning_compat.strategies import LaunchedDDPStrategy, follow, hand_over, syncs_batch_norm
+from lightning_hetero.lightning_compat.strategies import LaunchedStrategy, follow, hand_over, syncs_batch_norm
 from tests.ranks.kit import Toy, quiet_trainer, regression
 
 VERSIONS = f"lightning {lightning.__version__} behaves differently: adapt lightning_hetero/lightning_compat"
@@ -61,7 +61,7 @@ def test_batch_to_device() -> None:
     assert compat.batch_to_device(module.trainer, (torch.zeros(3, 6),), move=len) == 1, VERSIONS
 
 
-class Own(LaunchedDDPStrategy):
+class Own(LaunchedStrategy, DDPStrategy):
     """Refuses every number of devices but two; may lose ranks if it is told so."""
 
     loses = False

@@ -79,7 +79,7 @@ def test_the_others_finish_the_epoch_of_a_dead_worker(policy: Policy) -> None:
 def test_a_stopped_workers_late_push_is_refused_politely_and_it_goes_on(
     policy: Policy, reason: str | None
 ) -> None:
-    """Worker 2 stands still from its second chunk on until the others have long begun the next epoch."""
+    """Worker 2 stands still from its second chunk on until the others have long ended the epoch."""
     x, y = data(5)
     setting = Setting(mlp(), sgd, policy, 3, liveness_s=2.0)
     stopped: list[float] = []
@@ -93,6 +93,7 @@ def test_a_stopped_workers_late_push_is_refused_politely_and_it_goes_on(
     def body(trainee: Trainee) -> None:
         for epoch in range(4):
             trainee.epoch(epoch, ENDS)
+            trainee.worker.meet(epoch)
 
     script = Script(setting, automatic(x, y, mse), body, workers=3, work_s=work_s).run()
     assert len(stopped) == 1

@@ -72,7 +72,7 @@ def test_the_state_comes_with_its_parameters_while_others_train(substeps: bool) 
             with torch.no_grad():
                 for p in setting.model.parameters():
                     p.add_(1.0)
-            setting.coordinator._dispatch.version = version
+            setting.coordinator.version = version
             script.publish(version, setting.area)
             return data
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.stale.runtime.messages import EpochBegin
@@ -40,7 +40,7 @@ class AnnouncedEpoch:
 
 
 class AnnouncedEpochs:
-    """The present epoch, and what is to be said of earlier ones to a worker that slept.
+    """The present epoch. A worker begins one after it has met all others behind the one before.
 
     Args:
         digest: of the layout, which every worker must have, too.
@@ -49,17 +49,15 @@ class AnnouncedEpochs:
     def __init__(self, digest: str) -> None:
         self._digest = digest
         self._present: AnnouncedEpoch | None = None
-        self._words: dict[int, array[int]] = {}  # by epoch
-        self._at: dict[int, int] = {}  # the epoch that a worker has begun last
         self.number = -1
 
-    def words(self, number: int) -> Sequence[int]:
-        """Returns the words of an epoch, none if there was no such epoch."""
-        return self._words.get(number, ())
+    @property
+    def words(self) -> Sequence[int]:
+        """The words of the present epoch."""
+        return () if self._present is None else self._present.words
 
     def forget(self, rank: int) -> None:
         """A worker is gone; if it comes again, it joins the present epoch."""
-        self._at.pop(rank, None)
         if self._present is not None:
             self._present.begun.discard(rank)
 
@@ -77,9 +75,8 @@ class AnnouncedEpochs:
             raise RunEndsError(
                 f"worker {rank} and the server disagree on the model, its optimizers or the compression. {_ADVICE}"
             )
-        self._at[rank] = request.epoch
         if request.epoch < self.number:
-            return None
+            raise ValueError(f"epoch {request.epoch} is over (the server is in {self.number})")
         epoch = self._present if request.epoch == self.number else None
         words = array("q", [0] * said.global_step)
         asked = AnnouncedEpoch(tuple(request.numbers), said.global_step, said.applied, rank, {rank}, words)
@@ -92,12 +89,11 @@ class AnnouncedEpochs:
         epoch.begun.add(rank)
         return None
 
-    def begin(self, number: int, epoch: AnnouncedEpoch, live: Iterable[int]) -> None:
-        """Makes an epoch the present one; what no live worker can ask for any more is forgotten."""
-        self._present, self.number, self._words[number] = epoch, number, epoch.words
-        first = min((self._at.get(rank, -1) for rank in live), default=-1)
-        self._words = {n: words for n, words in self._words.items() if n >= first}
+    def begin(self, number: int, epoch: AnnouncedEpoch) -> None:
+        """Makes an epoch the present one."""
+        self._present, self.number = epoch, number
 
     def step_over(self, word: int) -> None:
         """A global step of the present epoch is over; ``word`` says what it did, see `Word`."""
-        self._words[self.number].append(word)
+        assert self._present is not None
+        self._present.words.append(word)

@@ -76,12 +76,6 @@ class Answers:
         self.claims.clear()
         self.paused.clear()
 
-    def measures_for(self, request: Request) -> dict[str, Any]:
-        """Returns what an answer says of what was counted, if the request asks for it."""
-        if not request.flags & PushFlag.MEASURES:
-            return {}
-        return {"flags": ReplyFlag.MEASURES, "text": self.measures_text()}
-
     def measures_text(self) -> str:
         """Returns what was counted so far and is known now."""
         return measures_text(Measures.take(self._counts, self._coordinator))
@@ -89,8 +83,10 @@ class Answers:
     def passed(self, passed: Passed, now: float) -> None:
         """Answers a claim: the global step is over."""
         asked = self._claim_of(passed.rank, now)
-        words = self._epochs.words(self._epochs.number)[asked.global_step :]
-        self.answer(passed.rank, Say.PASSED, global_step=passed.global_step, numbers=words, **self.measures_for(asked))
+        asks = asked.flags & PushFlag.MEASURES
+        counted = {"flags": ReplyFlag.MEASURES, "text": self.measures_text()} if asks else {}
+        words = self._epochs.words[asked.global_step :]
+        self.answer(passed.rank, Say.PASSED, global_step=passed.global_step, numbers=words, **counted)
 
     def granted(self, granted: Assigned, now: float) -> None:
         """Answers a claim with work."""

@@ -1,0 +1,162 @@
+"""`ShardedBalancedStrategy`: `ModelParallelStrategy` with batches sized to the devices (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import Unpack
+
+from lightning_hetero.balanced.fit.balancing import BalancingStrategy
+from lightning_hetero.balanced.fit.run import BalancedRun
+from lightning_hetero.balanced.fit.sharded_run import ShardedRun
+from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, shard_module
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelParallelArguments
+from lightning_hetero.base.checks import check_counts
+from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.lightning_compat.patches import called_as_forward, replace_methods
+from lightning_hetero.lightning_compat.strategies import set_parallel_sizes
+from lightning_hetero.predictors import Predictor, PredictorName
+from lightning_hetero.shares.policy import BalancePolicy
+from lightning_hetero.types import LossReduction
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyright: ignore
+    """A model whose parameters are sharded over the ranks (FSDP2), with per-rank batches re-sized to their speed.
+
+    A drop-in for `ModelParallelStrategy`, for models that do not fit one device: the module applies ``fully_shard``,
+    and tensor parallelism if it likes, in ``configure_model``, or leaves that to ``shard``. Batches are sized as by
+    `LoadBalancedStrategy`: the global batch and the trained weights stay those of one process. The ranks of one
+    tensor-parallel group train on the same samples.
+
+    Args:
+        data_parallel_size: parts into which each global batch is cut; ``"auto"``: the number of devices divided by
+            ``tensor_parallel_size``.
+        tensor_parallel_size: devices that share one part; ``"auto"``: the number of devices divided by
+            ``data_parallel_size``, or 1 if that is ``"auto"``, too.
+        shard: shards a module that has no ``configure_model``: ``"auto"``, its repeated blocks and the rest as one; or
+            a list of the blocks' classes.
+        predictor: models a rank's time, see `LoadBalancedStrategy`.
+        dead_band: relative gain of the predicted step time below which shares stay.
+        min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
+        max_samples: most samples per rank; default four times the equal share. If together they hold less than the
+            global batch, each rank computes its part in pieces, within the step.
+        quantum: shares are multiples of this, see `LoadBalancedStrategy`.
+        policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``.
+        rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
+        exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
+        stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+        batch_cost: the work of this rank's batch, padding included, see `LoadBalancedStrategy`.
+        sample_costs: the work of each sample of the train dataset, by index, see `LoadBalancedStrategy`.
+        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times
+            ``data_parallel_size``, as under `ModelParallelStrategy`.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule works too.
+        own_data: whether each rank's train dataset has different samples under the same index; ``None``: three samples
+            are read and compared.
+        monitor: print one line about the ranks at the end of a fit.
+        accelerator: the Trainer sets it.
+        **stock: the other arguments of `ModelParallelStrategy`, see `ModelParallelArguments`.
+
+    Raises:
+        ValueError: an argument is out of range; when the Trainer is made: the sizes do not fit the devices.
+        TypeError: an unknown argument.
+    """
+
+    engine = "sharded"
+    stock = (ModelParallelStrategy,)
+    _unshard: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        shard: Sharding | None = None,
+        predictor: PredictorName | Predictor = "kalman",
+        dead_band: float = 0.02,
+        min_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | None = None,
+        quantum: int | Literal["auto"] = "auto",
+        policy: Literal["predictive"] | BalancePolicy | None = None,
+        rebalance: bool = True,
+        exchange_every: int | None = None,
+        stream: StreamMode | None = None,
+        batch_cost: Callable[[Any], float] | None = None,
+        sample_costs: Sequence[float] | None = None,
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **stock: Unpack[ModelParallelArguments],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            predictor=predictor, dead_band=dead_band, min_samples=min_samples, max_samples=max_samples, quantum=quantum,
+            policy=policy, rebalance=rebalance, exchange_every=exchange_every, stream=stream, batch_cost=batch_cost,
+            sample_costs=sample_costs, global_batch_size=global_batch_size, batch_sampler=batch_sampler,
+            loss_reduction=loss_reduction, batch_weight=batch_weight, own_data=own_data, monitor=monitor,
+            accelerator=accelerator, **stock,
+        )  # fmt: skip
+        check_counts(data_parallel_size=None if data_parallel_size == "auto" else data_parallel_size)
+        check_counts(tensor_parallel_size=None if tensor_parallel_size == "auto" else tensor_parallel_size)
+        check_sharding(shard)
+        self._data_parallel: int | Literal["auto"] = data_parallel_size
+        self._tensor_parallel: int | Literal["auto"] = tensor_parallel_size
+        self._shard: Sharding | None = shard
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        return {"parts": self.parts, "ranks_per_part": self.ranks_per_part, "shard": self._shard}
+
+    @property
+    def ranks_per_part(self) -> int:
+        """Ranks that train on the same samples: those of a tensor-parallel group."""
+        if self._tensor_parallel != "auto":
+            return self._tensor_parallel
+        return 1 if self._data_parallel == "auto" else max(1, self.world_size // self._data_parallel)
+
+    @property
+    def parts(self) -> int:
+        return self._data_parallel if self._data_parallel != "auto" else max(1, self.world_size // self.ranks_per_part)
+
+    def set_world_ranks(self) -> None:
+        """Called as soon as the Trainer knows its devices.
+
+        Raises:
+            ValueError: the two sizes do not fit them.
+        """
+        super().set_world_ranks()
+        data, tensor = self.parts, self.ranks_per_part
+        if data * tensor != self.world_size:
+            raise ValueError(
+                f"data_parallel_size={data} times tensor_parallel_size={tensor} must be the number of devices,"
+                f" {self.world_size}: change one of the two, or leave it out"
+            )
+        set_parallel_sizes(self, data, tensor)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        if self._shard is not None and module is not None and not is_overridden("configure_model", module):
+            shard = partial(shard_module, module, self.device_mesh["data_parallel"], self._shard)
+            steps = {name: called_as_forward(module, name) for name in _STEPS if is_overridden(name, module)}
+            self._unshard = replace_methods(module, configure_model=shard, **steps)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not None:
+            self._run.probe.start()  # the module itself may not be called, but what it shards
+        return super().training_step(*args, **kwargs)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._unshard()
+
+    def make_run(self, trainer: Trainer) -> BalancedRun:
+        return ShardedRun(trainer, self, self.settings, members=self.ranks_per_part)

@@ -1,0 +1,62 @@
+"""`HeteroDDPStrategy`: what our strategies share that stand before `DDPStrategy` (layer L)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero.base.checks import check_averaging, check_choice, known_arguments
+from lightning_hetero.base.refusals import refuse_sharding
+from lightning_hetero.base.run import EngineRun
+from lightning_hetero.base.strategy import HeteroStrategy
+
+Run = TypeVar("Run", bound=EngineRun[Any])
+
+
+class HeteroDDPStrategy(HeteroStrategy[Run], DDPStrategy):
+    """See `HeteroStrategy`; its stock strategy is `DDPStrategy`, whose arguments are `DDPArguments`."""
+
+    stock = DDPStrategy, DistributedDataParallel
+
+    def __init__(self, **arguments: Any) -> None:
+        start_method = arguments.get("start_method", "popen")
+        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        super().__init__(**arguments)
+        self._comm_arguments = [self.given.get(f"ddp_comm_{name}") for name in ("state", "hook", "wrapper")]
+        self._checked = False  # arguments against several devices
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        of_strategy = known_arguments(DDPStrategy) - {"model_averaging_period"}
+        return {name: value for name, value in self.given.items() if name not in of_strategy}
+
+    def set_world_ranks(self) -> None:
+        """Called as soon as the Trainer knows its devices: refuses what cannot be done on several.
+
+        Raises:
+            TypeError: with the reason.
+        """
+        super().set_world_ranks()
+        if self.world_size > 1 and not self._checked:  # Lightning comes here again when a fit begins
+            check_averaging(self.agreed, self._comm_arguments[0])
+            self.refusals.check_comm_hooks(*self._comm_arguments)
+            self.refusals.check_ddp_arguments(self.agreed, type(self).__name__)
+            self._checked = True
+
+    def setup_environment(self) -> None:
+        if self.world_size > 1 and self.lightning_module is not None:
+            refuse_sharding(self.lightning_module, f"hetero_{self.engine}")
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        refuse_sharding(self.lightning_module, f"hetero_{self.engine}")
+        super().setup(trainer)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data are divided among the processes there are, however many each node has."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
