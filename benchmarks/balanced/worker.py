@@ -255,7 +255,7 @@ def train(
         kwargs["strategy"] = DDPStrategy(process_group_backend="gloo")
     if engine == "folk":
         speeds = [case.scenario.speed(r, 0) for r in range(case.world_size)]
-        sampler = StaticShares(samples, apportion(speeds, case.global_batch, lower=1).shares, rank)
+        sampler = StaticShares(samples, apportion(speeds, case.global_batch, lower=1), rank)
         loader = DataLoader(data, batch_sampler=sampler)
         kwargs["use_distributed_sampler"] = False
     emulated = ChargedDevice(case.scenario)

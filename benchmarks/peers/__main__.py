@@ -37,7 +37,7 @@ from lightning_hetero.solvers import apportion
 
 def notes(versions: str) -> str:
     """Returns what a reader must know to judge the table."""
-    shares = apportion(CLUSTERS[0].speeds, GLOBAL_BATCH, lower=1).shares
+    shares = apportion(CLUSTERS[0].speeds, GLOBAL_BATCH, lower=1)
     noise, told = effective_samples(shares), ", ".join(map(str, shares))
     first = (
         f"Seconds until a validation loss of {TARGET_LOSS:g}, with DDP's recipe ({GLOBAL_BATCH} samples per update,"

@@ -78,7 +78,7 @@ class Dealt(Sampler[list[int]]):
 def shares_of(run: Run) -> tuple[int, ...]:
     """Returns samples in proportion to the speeds, which nobody knows beforehand but who makes a static division."""
     cluster = next(c for c in CLUSTERS if c.name == run.cluster)
-    return apportion(cluster.speeds, GLOBAL_BATCH, lower=1).shares
+    return apportion(cluster.speeds, GLOBAL_BATCH, lower=1)
 
 
 class Watch(Callback):

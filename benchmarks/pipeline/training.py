@@ -90,7 +90,7 @@ class EmulatedStages(Emulated):
 
 def _shares(case: Case) -> tuple[int, ...]:
     """Samples in proportion to speed, at least one: what the balanced engine settles on."""
-    return apportion([device.speed for device in case.cluster.devices], case.global_batch, lower=1).shares
+    return apportion([device.speed for device in case.cluster.devices], case.global_batch, lower=1)
 
 
 def _replicas(case: Case) -> PipelinePlan:

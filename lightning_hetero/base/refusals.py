@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
+_ZERO = {("torch", "ZeroRedundancyOptimizer"), ("lightning_hetero", "UnevenZeroOptimizer")}
 _CHANGE_WHAT_IS_TRAINED = {
     "delay_all_reduce_named_params",
     "device_mesh",
@@ -82,7 +83,7 @@ class Refusals:
         lbfgs: against `torch.optim.LBFGS`.
         sync_batch_norm: against synchronised BatchNorm.
         averaged_batch_norm: against StochasticWeightAveraging of a module with BatchNorm.
-        zero: against `torch.distributed.optim.ZeroRedundancyOptimizer`.
+        zero: against `torch.distributed.optim.ZeroRedundancyOptimizer`; with its name, and ours instead, if it is ours.
     """
 
     no_wrapper: str | None = None
@@ -133,8 +134,8 @@ class Refusals:
         optimizers = list(optimizers)
         if self.lbfgs is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
             raise TypeError(self.lbfgs)
-        if self.zero is not None and any(_is_zero(o) for o in optimizers):
-            raise TypeError(self.zero)
+        if self.zero is not None and (found := next(filter(None, map(_zero, optimizers)), "")):
+            raise TypeError(self.zero.replace("ZeroRedundancyOptimizer", found))
 
     def check_module(self, module: LightningModule, *, syncs_batch_norm: bool) -> None:
         """Refuses a module.
@@ -155,7 +156,7 @@ class Refusals:
             raise TypeError(self.averaged_batch_norm)
 
 
-def _is_zero(optimizer: Optimizer) -> bool:
-    """By name: its module is there only where torch was built with torch.distributed, and takes long to import."""
-    kinds = type(optimizer).__mro__
-    return any((k.__module__.split(".")[0], k.__name__) == ("torch", "ZeroRedundancyOptimizer") for k in kinds)
+def _zero(optimizer: Optimizer) -> str:
+    """By name: torch's is there only where torch was built with torch.distributed, and takes long to import."""
+    kinds = ((k.__module__.split(".")[0], k.__name__) for k in type(optimizer).__mro__)
+    return next((name for package, name in kinds if (package, name) in _ZERO), "")

@@ -15,6 +15,7 @@ from lightning_hetero.record.costs import RecordedCosts
 from lightning_hetero.shares import replay
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
+from lightning_hetero.solvers.minimax import least_float
 from lightning_hetero.types import AffineCost, Cost, SpeedSample
 
 OVERHEAD = 1.03  # of an update of the stale engine, over ranks that never wait: what its policy wastes or holds back
@@ -109,18 +110,10 @@ def least_s(costs: Sequence[Cost], total: float) -> float:
     (8.0, 4.0)
     """
 
-    def done(deadline_s: float) -> float:
-        return math.fsum(max(0.0, cost.most_samples(deadline_s)) for cost in costs)
+    def is_done(deadline_s: float) -> bool:
+        return math.fsum(min(max(0.0, cost.most_samples(deadline_s)), total) for cost in costs) >= total
 
-    early_s, late_s = 0.0, min(cost.seconds(total) for cost in costs)
-    while True:
-        middle_s = 0.5 * (early_s + late_s)
-        if not early_s < middle_s < late_s or late_s - early_s <= 1e-12 * late_s:
-            return late_s
-        if done(middle_s) >= total:
-            late_s = middle_s
-        else:
-            early_s = middle_s
+    return least_float(is_done)
 
 
 def ddp_s(costs: RecordedCosts, batch: int) -> float:

@@ -1,6 +1,6 @@
 """Solvers: from modelled costs to whole-number decisions. Pure, exact, deterministic.
 
-- `apportion`: shares in proportion to weights (largest remainder), inside bounds.
+- `apportion`: shares in proportion to weights (largest remainder).
 - `minimax`: the split whose slowest rank is fastest, for any non-decreasing cost per rank.
 - `minimax_none_or_least`: the same where a rank gets none or at least so many samples.
 

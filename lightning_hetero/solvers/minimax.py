@@ -27,11 +27,10 @@ import math
 import struct
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from lightning_hetero.solvers.apportion import clash, infeasible, read_bounds
-from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost
+from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost, Status
 
 Ints: TypeAlias = Sequence[int]
 _Line: TypeAlias = tuple[float, float, int, int]  # fixed_s, samples_per_s, lower, upper
@@ -227,14 +226,45 @@ def _level(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Int
     if any([c.seconds(b) < c.seconds(a) for c, a, b in zip(costs, low, high, strict=True)]):
         raise ValueError("a cost's seconds() decreases with samples: the search needs non-decreasing costs")
 
-    def fill(place: int) -> float:
-        deadline_s, limits = _float(place), zip(costs, lower, upper, strict=True)
-        return math.fsum([min(max(c.most_samples(deadline_s), a), b) for c, a, b in limits])
+    def is_filled(deadline_s: float) -> bool:
+        limits = zip(costs, lower, upper, strict=True)
+        return math.fsum([min(max(c.most_samples(deadline_s), a), b) for c, a, b in limits]) >= total * _BELOW
 
-    level_s = _float(min(bisect_left(range(_ENDLESS + 1), total * _BELOW, key=fill), _ENDLESS))
+    level_s = least_float(is_filled)
     return level_s, max([level_s, *due])
 
 
-def _float(place: int) -> float:
-    """Returns the float at a place among all floats >= 0."""
-    return struct.unpack("<d", struct.pack("<q", place))[0]
+def least_float(is_so: Callable[[float], bool]) -> float:
+    """Returns the least float >= 0 from which on something is so, inf if none is: by bisection over all floats."""
+
+    def at(place: int) -> float:
+        return struct.unpack("<d", struct.pack("<q", place))[0]
+
+    return at(bisect_left(range(_ENDLESS), True, key=lambda place: is_so(at(place))))
+
+
+def read_bounds(
+    n: int, total: int, lower: int | Sequence[int], upper: int | Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """Returns lower and upper bounds, n each [samples]; an upper bound of None becomes ``total``."""
+    upper = total if upper is None else upper
+    low, high = ([bound] * n if isinstance(bound, int) else list(bound) for bound in (lower, upper))
+    return low, high
+
+
+def clash(lower: Sequence[int], upper: Sequence[int], total: int) -> str:
+    """Returns which bounds leave no split of ``total``, with the numbers and the way out; "" if none do."""
+    for i, (low, high) in enumerate(zip(lower, upper, strict=True)):
+        if low > high:
+            return f"rank {i}: lower={low} exceeds upper={high}: raise upper or lower the lower bound"
+    least, most = sum(lower), sum(upper)
+    if least > total:
+        return f"lower bounds sum to {least}, above total={total}: lower the lower bounds or raise total"
+    if most < total:
+        return f"upper bounds sum to {most}, below total={total}: raise upper or lower total"
+    return ""
+
+
+def infeasible(reason: str) -> Allocation:
+    """Returns the allocation that stands for "no split exists", with the reason in words."""
+    return Allocation(shares=(), status=Status.INFEASIBLE, reason=reason)

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from lightning_hetero.solvers.apportion import infeasible, read_bounds
-from lightning_hetero.solvers.minimax import minimax, most_in_time
+from lightning_hetero.solvers.minimax import infeasible, least_float, minimax, most_in_time, read_bounds
 from lightning_hetero.types import Allocation, Cost
 
 Ints: TypeAlias = Sequence[int]
@@ -88,18 +87,4 @@ def _ranks_in_use(costs: Sequence[Cost], total: int, low: Ints, high: Ints, q: i
         return used if sum(most[i] for i in used) >= total else None
 
     early_s = max(c.seconds(a) for c, a in zip(costs, low, strict=True))
-    late_s = max(c.seconds(b) for c, b in zip(costs, high, strict=True))
-    best = in_use(early_s)
-    if best is not None:
-        return best
-    best = in_use(late_s)
-    while best is not None:
-        middle_s = early_s + (late_s - early_s) / 2
-        if not early_s < middle_s < late_s:
-            break
-        used = in_use(middle_s)
-        if used is None:
-            early_s = middle_s
-        else:
-            late_s, best = middle_s, used
-    return best
+    return in_use(max(early_s, least_float(lambda deadline_s: in_use(deadline_s) is not None)))

@@ -35,7 +35,7 @@ def scale_shares(
         return tuple(shares)
     n = len(shares)
     lower = lower if max(lower, least if lower else 0) * n <= total else 0
-    scaled = apportion([float(s) for s in shares], total, lower=lower).shares
+    scaled = apportion([float(s) for s in shares], total, lower=lower)
     if obeys_least(scaled, least):
         return scaled
     # A rank without samples in a full batch stays without.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
-from lightning_hetero.base.checks import check_choice, check_counts
+from lightning_hetero.base.checks import check_choice
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.predictors import Predictor, PredictorName
@@ -35,7 +35,6 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
 from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling, refuse_monitored_steps
 from lightning_hetero.stale.fit.run import StaleRun
-from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.start import ServerSettings
@@ -66,7 +65,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         nonfinite: what a NaN or infinite gradient does: ``"stop"`` the run with the rank's name, or ``"skip"`` it.
         liveness_s: a rank without a push for so long, and for ten times its predicted time, has its samples given to
             others. One without a sign of life for twelve times as long is left behind where the others meet.
-        shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
@@ -99,7 +97,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         compression: CompressionName | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
-        shards: int | None = None,
         transport: Literal["auto", "pairs"] = "auto",
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
@@ -109,7 +106,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
         )  # fmt: skip
-        check_counts(shards=shards)
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
         if not (isinstance(liveness_s, int | float) and liveness_s > 0):
@@ -123,35 +119,30 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         if not (model is None or callable(getattr(model, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
-        self._compression: CompressionName | None = compression
-        self._server = ServerSettings(
-            policy=self.policy, predictor=model, nonfinite=nonfinite, shards=shards, liveness_s=liveness_s
-        )
+        self.compression: CompressionName | None = compression
+        self.server = ServerSettings(policy=self.policy, predictor=model, nonfinite=nonfinite, liveness_s=liveness_s)
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self._settings(), self.members, self._invitation)
+        return StaleRun(trainer, self, self._invitation)
 
-    def _settings(self) -> StaleSettings:
-        """Returns what a fit takes from the arguments, and where this rank runs."""
-        assert self.cluster_environment is not None
-        agreed = {
+    def agreed(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, in words."""
+        return {
             "policy": repr(self.policy.settings()),
             "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self._compression),
+            "compression": repr(self.compression),
             "loss_reduction": self.shared.loss_reduction,
             "transport": self.transport,
-            "nonfinite": self._server.nonfinite,
+            "nonfinite": self.server.nonfinite,
         }
-        divide_by = float(self.world_size) if self.shared.loss_reduction == "sum" else None
-        return StaleSettings(
-            shared=self.shared, server=replace(self._server, divide_by=divide_by),
-            compression=self._compression, agreed=agreed, shares_memory=self.transport != "pairs",
-            host=self.host_name(), environment=self.cluster_environment,
-            backend=self.process_group_backend or "gloo", timeout=self.timeout,
-        )  # fmt: skip
+
+    @property
+    def patience(self) -> timedelta:
+        """How long to wait for others: the timeout, or torch's usual one."""
+        return self.timeout or timedelta(minutes=30)
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -189,7 +180,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             self.share_start(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        return {"nonfinite": "skip"} if self._server.nonfinite == "skip" else {}
+        return {"nonfinite": "skip"} if self.server.nonfinite == "skip" else {}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -273,10 +264,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
-    def _in_step(self) -> bool:
-        run = self._connected
-        return run is not None and run.loop is not None and run.loop.in_step
-
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
@@ -292,7 +279,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._connected
-        if self._in_step() and not self._alone:
+        if run is not None and run.loop is not None and run.loop.in_step and not self._alone:
             refuse_saving_in_step()
         if run is not None and self.is_global_zero:
             run.session.fetch_state()  # and the parameters of that very version

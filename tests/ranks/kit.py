@@ -82,7 +82,7 @@ class Scripted(BalancePolicy):
         from lightning_hetero.solvers import apportion
 
         self.shares = tuple(
-            s * self.limits.quantum for s in apportion([float(w) for w in weights], total, lower=low).shares
+            s * self.limits.quantum for s in apportion([float(w) for w in weights], total, lower=low)
         )
         return ShareDecision(shares=self.shares, changed=True, reason="scripted")
 

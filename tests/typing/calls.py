@@ -20,6 +20,7 @@ from lightning_hetero import (
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
 )
+from lightning_hetero.optim import UnevenZeroOptimizer
 
 
 def right() -> None:
@@ -36,6 +37,9 @@ def right() -> None:
     HeteroPipelineStrategy(global_batch_size=64, backbone="blocks", gradient_as_bucket_view=True)
     FederatedStrategy(global_batch_size=64, local_steps=5)
     AutoStrategy(global_batch_size=64, engines=["hetero_balanced"])
+    layer = torch.nn.Linear(1, 1)
+    UnevenZeroOptimizer(layer.parameters(), torch.optim.AdamW, lr=1e-3)
+    UnevenZeroOptimizer([{"params": [layer.bias], "lr": 0.1}], torch.optim.SGD, capacities=[24, 10]).step()
 
 
 def wrong() -> None:
@@ -52,5 +56,7 @@ def wrong() -> None:
     HeteroPipelineStrategy(monitor="no")  # pyright: ignore[reportArgumentType]
     HeteroPipelineStrategy(static_graph="yes")  # pyright: ignore[reportArgumentType]
     FederatedStrategy(global_batch_size=6.4)  # pyright: ignore[reportArgumentType]
+    UnevenZeroOptimizer([], torch.optim.SGD, capacities="equal")  # pyright: ignore[reportArgumentType]
+    UnevenZeroOptimizer([], torch.nn.Linear)  # pyright: ignore[reportArgumentType]
     AutoStrategy(own_data="no")  # pyright: ignore[reportArgumentType]
     AutoStrategy(globl_batch_size=4)  # pyright: ignore[reportCallIssue]

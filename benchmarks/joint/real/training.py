@@ -165,7 +165,7 @@ def _exchange_s(name: str, course: Course, model: ModelCost) -> dict[tuple[float
     equal: Sequence[int] = (case.global_batch // case.world_size,) * case.world_size
 
     def shares(speeds: tuple[float, ...]) -> Sequence[int]:
-        return equal if name == DDP else apportion(speeds, case.global_batch, lower=1).shares
+        return equal if name == DDP else apportion(speeds, case.global_batch, lower=1)
 
     return {s: ddp_exposed_s(course.case_in(s), model, parameters, shares(s)) for s in course.states}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,24 +42,32 @@ class PieceLogs:
         self._trainer, self._constant = trainer, constant
         self._piece: dict[_Key, tuple[Any, Any, float, dict[str, Any]]] = {}
         self._step: dict[_Key, _Logged] = {}
+        self._whole = False
 
     @contextmanager
-    def collecting(self, piece: Any, samples: int) -> Iterator[None]:
-        """Inside, what is logged is noted for this piece of so many samples; it counts from `keep` on."""
-        self._piece = {}
+    def collecting(self, piece: Any, samples: int | None) -> Iterator[None]:
+        """Inside, what is logged is noted for this piece of so many samples; it counts from `keep` on.
+
+        Args:
+            piece: of the batch.
+            samples: in it; None: it is the whole batch, and what is logged is not changed.
+        """
+        self._piece, self._whole = {}, samples is None
         if compat.results_of(self._trainer) is None:
             yield
             return
         undo = compat.divert_logs(self._trainer, self._take)
         try:
-            with compat.as_batch(self._trainer, piece, samples):
+            with nullcontext() if samples is None else compat.as_batch(self._trainer, piece, samples):
                 yield
         finally:
             undo()
 
     def _take(self, log: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
         size = options.get("batch_size")
-        if size is None or self._constant(size):
+        if self._whole:
+            value, size = value.clone() if isinstance(value, Tensor) else value, math.nan
+        elif size is None or self._constant(size):
             mean = isinstance(value, Tensor) and compat.logged_reduction(fx, name, options) == "mean"
             size = compat.size_of_batch(self._trainer, required=mean and options["on_epoch"])
         call = sum(known[:2] == (fx, name) for known in self._piece)
@@ -77,7 +85,9 @@ class PieceLogs:
     def publish(self) -> None:
         """Logs what was kept."""
         for (fx, name, _), logged in self._step.items():
-            total = math.fsum(logged.sizes)
+            if math.isnan(total := math.fsum(logged.sizes)):
+                logged.log(fx, name, logged.values[0], **logged.options)
+                continue
             size = int(total) if total.is_integer() else total
             logged.log(fx, name, _combined(fx, name, logged), **{**logged.options, "batch_size": size})
         self._step = {}

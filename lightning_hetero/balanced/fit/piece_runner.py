@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -34,7 +34,8 @@ class GuardedStep:
         original: the user's ``training_step``.
         samples: of this rank's batch; None: not counted yet.
         planned: samples of each piece, by ``max_samples``, as many pieces on every rank; 0: one that counts nothing.
-        arguments: of a ``training_step`` that has computed the batch at once; None: it has not, or backward is over.
+        args, kwargs: of ``training_step``, whose first is the batch; none once the step is over.
+        whole: whether it has computed the batch at once, and backward is not over.
         loss_gradient: of the loss that it returned, once the backward pass has come to it.
         cut_again: whether the batch is computed in pieces other than the planned ones.
         in_pieces: whether a piece runs.
@@ -44,11 +45,21 @@ class GuardedStep:
     original: Callable[..., Any]
     samples: int | None
     planned: Sequence[int]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
     loss_gradient: Tensor | None = None
     in_pieces: bool = False
     cut_again: bool = False
     reason: str = ""
+
+    def run(self, piece: Any) -> Any:
+        """Returns what ``training_step`` does for a piece of the batch."""
+        return self.original(piece, *self.args[1:], **self.kwargs)
+
+
+ToDo = tuple[Any, int, float, Callable[[], None] | None]
+"""A piece, its samples, the number below which its collectives count already, and what puts back what it changes."""
 
 
 class PieceRunner:
@@ -61,6 +72,7 @@ class PieceRunner:
         cap: what is known of this rank's memory; kept up to date.
 
     Attributes:
+        device: of this rank.
         tried: whether the step was tried without success before it was done in pieces.
         exchanged: collectives of this forward pass.
     """
@@ -69,39 +81,56 @@ class PieceRunner:
         self.cap = cap
         self.tried = False
         self.exchanged = 0
-        self._trainer, self._model, self._device = trainer, model, device
+        self._trainer, self._model, self.device = trainer, model, device
         self._module: LightningModule = trainer.lightning_module
 
-    def run(self, step: GuardedStep, batch: Any, most: int, run: Callable[[Any, int], None]) -> Any:
+    def run(
+        self, step: GuardedStep, most: int, run: Callable[[Any, int, float], None], *,
+        todo: deque[ToDo] | None = None, more: Callable[[int], bool] = bool, idle: Callable[[], None] | None = None,
+        again: Callable[[BaseException], bool] = is_out_of_memory,
+    ) -> Any:  # fmt: skip
         """Runs all pieces that count, and returns the first.
 
         Args:
-            step: the step.
-            batch: the whole one, counted.
+            step: the step; its samples are counted.
             most: samples of a piece; fewer where these do not fit.
             run: computes a piece of so many samples; what it keeps of a piece is kept at its end.
+            todo: pieces besides the planned ones; see `ToDo`; None: the whole batch.
+            more: whether to go on, with so many pieces to do.
+            idle: runs where this rank has nothing to do, and goes on.
+            again: whether smaller pieces may cure an error.
         """
         assert step.samples is not None
-        least = least_samples(self._module)
-        todo = deque([(batch, step.samples)])
-        if planned := [size for size in step.planned if size]:
-            todo = deque(zip(self._split(step, batch, planned), planned, strict=True))
-        first = todo[0][0]
-        while todo:
-            piece, size = todo.popleft()
-            if len(smaller := cut(size, most, least)) > 1:
-                todo.extendleft(reversed(list(zip(self._split(step, piece, smaller), smaller, strict=True))))
+        batch, least = step.args[0], least_samples(self._module)
+        if todo is None:
+            planned = [size for size in step.planned if size] or [step.samples]
+            parts = self.split(step, batch, planned) if len(planned) > 1 else [batch]
+            todo = deque((part, size, 0.0, None) for part, size in zip(parts, planned, strict=True))
+        first = todo[0][0] if todo else batch
+        while more(len(todo)):
+            if not todo:
+                assert idle is not None
+                step.in_pieces = True
+                idle()
+                step.in_pieces = False
                 continue
-            put_back = self.save() if step.cut_again or self.cap.untried(size) else None
+            piece, size, void, put_back = todo.popleft()
+            if len(smaller := cut(size, most, least)) > 1:
+                parts = zip(self.split(step, piece, smaller), smaller, strict=True)
+                todo.extendleft(reversed([(part, n, void, None) for part, n in parts]))
+                piece, size, void, put_back = todo.popleft()
+            if put_back is None and (step.cut_again or self.cap.untried(size)):
+                put_back = self.save()
             step.in_pieces = True
             try:
-                run(piece, size)
+                run(piece, size, void)
             except Exception as error:
-                if not is_out_of_memory(error):
-                    if not step.reason:
+                if not again(error):
+                    if not step.reason or is_out_of_memory(error):
                         raise
                     give_up(step.reason, f"{type(error).__name__}: {error}", error)
                 self.check(step, error, size)
+                void = max(void, getattr(error, "done", 0.0))
             else:
                 self.cap.fits(size)
                 continue
@@ -112,10 +141,10 @@ class PieceRunner:
                 put_back()
             step.cut_again = True
             most = self.failed(size)
-            todo.appendleft((piece, size))
+            todo.appendleft((piece, size, void, None))
         return first
 
-    def _split(self, step: GuardedStep, piece: Any, sizes: list[int]) -> list[Any]:
+    def split(self, step: GuardedStep, piece: Any, sizes: list[int]) -> list[Any]:
         try:
             return split_batch(piece, sizes, self._layout, samples=sum(sizes), owner=self._module)
         except (TypeError, ValueError) as error:
@@ -156,7 +185,7 @@ class PieceRunner:
     def save(self) -> Callable[[], None]:
         """Returns what puts back what a forward pass changes: buffers, random states, metrics and logged values."""
         logged = compat.save_metrics(self._module), compat.save_logs(self._trainer)
-        saved = save_buffers(self._module), save_random_states(self._device), *logged
+        saved = save_buffers(self._module), save_random_states(self.device), *logged
 
         def put_back() -> None:
             for one in saved:
@@ -168,7 +197,7 @@ class PieceRunner:
         """So many samples have not fitted; returns how many to try next."""
         self.tried = True
         self.cap.fails(samples)
-        free_memory(self._device)
+        free_memory(self.device)
         return min(-(-samples // 2), self.cap.safe or samples)
 
     def check(self, step: GuardedStep, error: BaseException, samples: int) -> None:

@@ -109,7 +109,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
         self._trained = Trained(trainer)
         self._model: nn.Module | None = None
-        self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
+        self._voided: list[Callable[[], object]] = []  # ends what keeps a batch of weight 0 out of the gradients
         requeue = None
         if self.fitting and compat.requeues(trainer):
             requeue = RequeueTogether(trainer, self.channel.rank)
@@ -128,11 +128,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self._recovery is not None:
             self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
-            self._recovery = Recovery(
+            self._recovery = self.make_recovery(
                 self.trainer, model, device=device_of(self.trainer.strategy.root_device), weight=self.weight,
                 cap=self.cap, constant=self.binder.stands_for_part, learned=self._learned,
             )  # fmt: skip
             self.undo.callback(self._recovery.close)
+
+    def make_recovery(self, *args: Any, **kwargs: Any) -> Recovery:
+        """Returns what survives a lack of memory."""
+        return Recovery(*args, **kwargs)
 
     def _learned(self, data: Mapping[str, Any]) -> None:
         if self.part is not None:
@@ -255,13 +259,16 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.weight.waits:  # for the peers' token counts
             with self.probe.paused():
                 self.weight.factor()
-        factor = self.weight.factor()
+        factor = 1.0 if self._recovery is not None and self._recovery.weighed else self.weight.factor()
         if factor == 0.0:  # not by the product alone: 0 * NaN is NaN, e.g. a mean over no tokens
-            parameters = self.module.parameters()
-            self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
+            self._voided = self.void()
         weighted = loss if factor == 1.0 else loss * factor
         self._stamp_end(weighted)
         return weighted
+
+    def void(self) -> list[Callable[[], object]]:
+        """Keeps a backward pass of weight 0 out of the gradients; returns what ends that."""
+        return [p.register_hook(torch.zeros_like).remove for p in self.module.parameters() if p.requires_grad]
 
     def _stamp_end(self, loss: Tensor) -> None:
         if loss.requires_grad and self.part is not None:
@@ -274,9 +281,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
             run(weighted)
         else:
             self._recovery.backward(weighted, run, holders=(loss, *holders), ended=self._stamp_end)
-        for handle in self._voided:
-            handle.remove()
-        self._voided = []
+        while self._voided:
+            self._voided.pop()()
         if self.part is None:
             return
         self.probe.exchanged()

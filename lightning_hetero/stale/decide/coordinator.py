@@ -215,8 +215,7 @@ class Coordinator(Dispatch):
         if worker is None or held is None or assignment not in (None, held.number):
             return []
         self.workers.speaks(rank, now)
-        if held.epoch == self.epoch:
-            worker.assignments -= 1
+        worker.assignments -= 1
         effects = self._free(worker, "given back")
         worker.assignment = None
         return effects + self.answer(now)
@@ -263,7 +262,7 @@ class Coordinator(Dispatch):
         """Returns what a worker computes on in this epoch, valid or not, if that has this number; else None."""
         worker = self.workers.get(rank)
         own = None if worker is None else worker.assignment
-        return own if own is not None and (own.number, own.epoch) == (number, self.epoch) else None
+        return own if own is not None and own.number == number else None
 
     def within_bound(self, base: int, *, later: int = 0) -> bool:
         """Whether gradients computed with version ``base`` may be applied now, or so many versions later."""
@@ -273,7 +272,7 @@ class Coordinator(Dispatch):
     def bases(self) -> set[int]:
         """Returns the versions that a worker computes with in this epoch."""
         present = (worker.assignment for worker in self.workers)
-        return {one.base for one in present if one is not None and one.epoch == self.epoch}
+        return {one.base for one in present if one is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only; ``applied`` leaves out what is pooled: it will be computed again."""

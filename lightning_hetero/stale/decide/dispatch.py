@@ -156,8 +156,7 @@ class Dispatch:
         return self._assigned(self._new(worker, spans, claimed, now), grant)
 
     def _new(self, worker: WorkerState, spans: tuple[Span, ...], claimed: int, now: float) -> Assignment:
-        epoch = self._books.number
-        return self.workers.assign(worker, spans, now, base=self.version, epoch=epoch, claimed=claimed)
+        return self.workers.assign(worker, spans, now, base=self.version, claimed=claimed)
 
     def _assigned(self, made: Assignment, grant: Grant) -> Assigned:
         step = self._books.global_step

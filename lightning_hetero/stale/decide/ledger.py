@@ -86,7 +86,7 @@ class Ledger:
         ranks = sorted(rank for rank, share in shares.items() if share > 0)
         parts: Sequence[int] = [shares[rank] for rank in ranks]
         if ranks and sum(parts) != (free := size(spans)):
-            parts = apportion(list(map(float, parts)), free).shares
+            parts = apportion(list(map(float, parts)), free)
         self._slices[batch], self._planned[batch] = {}, shares
         for rank, part in zip(ranks, parts, strict=True):
             mine, spans = head(spans, part)

@@ -32,7 +32,6 @@ class Assignment:
         rank: the worker.
         spans: positions.
         base: version it computes with.
-        epoch: of the samples.
         claimed: global step its worker was in when it asked, which may be earlier than the server's.
         assigned_s: when.
         predicted_s: how long it should take; NaN: nothing was known then.
@@ -45,7 +44,6 @@ class Assignment:
     rank: int
     spans: tuple[Span, ...]
     base: int
-    epoch: int
     claimed: int
     assigned_s: float
     predicted_s: float
@@ -158,13 +156,10 @@ class Workers:
         return {worker.rank for worker in self.live()}
 
     def begin(self, now: float) -> None:
-        """A new epoch: all assignments are void, no worker has had one in it."""
+        """A new epoch: no worker has an assignment, or has had one in it."""
         self.begin_step()
         for worker in self:
-            if worker.assignment is not None:
-                worker.assignment.void = worker.assignment.void or "gone"
-                worker.assignment.twin = None
-            worker.held, worker.assignments, worker.served, worker.clock = None, 0, -1, 0
+            worker.assignment, worker.held, worker.assignments, worker.served, worker.clock = None, None, 0, -1, 0
             worker.spoke_s = now
         self.crew = set(self._workers)
 
@@ -196,13 +191,13 @@ class Workers:
     # --- assignments ------------------------------------------------------------------------------------------
 
     def assign(
-        self, worker: WorkerState, spans: tuple[Span, ...], now: float, *, base: int, epoch: int, claimed: int
+        self, worker: WorkerState, spans: tuple[Span, ...], now: float, *, base: int, claimed: int
     ) -> Assignment:
         """Gives a worker samples to compute on."""
         predicted_s = self.speeds.predict_s(worker.rank, size(spans))
         known = not math.isnan(predicted_s)
         worker.assignment = Assignment(
-            number=next(self.numbers), rank=worker.rank, spans=spans, base=base, epoch=epoch, claimed=claimed,
+            number=next(self.numbers), rank=worker.rank, spans=spans, base=base, claimed=claimed,
             assigned_s=now, predicted_s=predicted_s,
             limit_s=max(_STALLED_FACTOR * (predicted_s if known else self._liveness_s), self._liveness_s),
         )  # fmt: skip

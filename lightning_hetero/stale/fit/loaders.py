@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.data.assigned import SampleSource, assigned_loader
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
-from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         trainer: the running trainer.
         channel: blocking exchanges of all ranks.
         members: who takes part.
-        settings: of the fit.
+        shared: the strategy's arguments on batches.
 
     Attributes:
         source: samples of the loader in their order; None before it is known.
         steps: trains what is assigned of it; None before training.
     """
 
-    def __init__(self, trainer: Trainer, channel: SideChannel, members: Members, settings: StaleSettings) -> None:
+    def __init__(self, trainer: Trainer, channel: SideChannel, members: Members, shared: SharedSettings) -> None:
         name = type(trainer.strategy).__name__
-        super().__init__(trainer, channel, strategy_name=name, shared=settings.shared, stream=None)
-        self._members, self._asked_batch = members, settings.shared.global_batch_size
+        super().__init__(trainer, channel, strategy_name=name, shared=shared, stream=None)
+        self._members, self._asked_batch = members, shared.global_batch_size
         self.source: SampleSource | None = None
         self.steps: GlobalSteps | None = None
 

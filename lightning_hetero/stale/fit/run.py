@@ -13,7 +13,6 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.ddp import ElasticRun
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
@@ -25,7 +24,7 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.refusals import Changed, refuse_different
-from lightning_hetero.stale.fit.session import Session, StaleSettings
+from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
@@ -39,14 +38,15 @@ from lightning_hetero.types import StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
+
 
 class StaleRun(ElasticRun[AssignedBinder]):
     """One fit on one rank.
 
     Args:
         trainer: the running trainer; its process group exists.
-        settings: the strategy's.
-        members: who takes part.
+        strategy: that of the trainer; with its arguments, and who takes part.
         invitation: into a run of others.
 
     Attributes:
@@ -59,32 +59,34 @@ class StaleRun(ElasticRun[AssignedBinder]):
     channel_is_idle = True  # it is for set-up and for the order of an epoch
 
     def __init__(
-        self, trainer: Trainer, settings: StaleSettings, members: Members, invitation: Invitation | None
+        self, trainer: Trainer, strategy: BoundedStalenessStrategy, invitation: Invitation | None
     ) -> None:
-        self._members = members
-        agreed, store = (settings.agreed, None) if invitation is None else (None, invitation.run_store)
-        super().__init__(trainer, timeout=settings.timeout, settings=agreed, store=store)
+        assert strategy.cluster_environment is not None
+        self._members = members = strategy.members
+        agreed, store = (strategy.agreed(), None) if invitation is None else (None, invitation.run_store)
+        super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
-        self.session = session = Session(trainer, settings, members, meetings=met)
-        requests = JoinRequests(settings.environment)
+        self.session = session = Session(trainer, strategy, members, meetings=met)
+        requests = JoinRequests(strategy.cluster_environment)
         self.meetings = ServerMeetings(
-            trainer, session, members, channel, backend=settings.backend, timeout=settings.timeout,
-            liveness_s=settings.server.liveness_s, before_epoch=lambda: self.admission.admit(),
-            leave_step=self._end_epoch, take_over_changes=self._take_over_changes,
+            trainer, session, members, channel, backend=strategy.process_group_backend or "gloo",
+            timeout=strategy.timeout, liveness_s=strategy.server.liveness_s,
+            before_epoch=lambda: self.admission.admit(), leave_step=self._end_epoch,
+            take_over_changes=self._take_over_changes,
         )  # fmt: skip
         self.admission = Admission(trainer, self.meetings, members, requests, store=self.store, generation=generation)
         self.admission.expect()
         self.meetings.changed.append(self._regrouped)
-        self.binder = AssignedBinder(trainer, channel, members, settings)
+        self.binder = AssignedBinder(trainer, channel, members, strategy.shared)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
         self._since = report.Since()  # the last report
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
-        self._settings = settings
+        self._strategy = strategy
         self._invited_to = None if invitation is None else Address.of(invitation.address)
         self._stored: Mapping[str, Any] = {}
         self._callback_hooks = ExitStack()
@@ -165,15 +167,14 @@ class StaleRun(ElasticRun[AssignedBinder]):
             self.loop.leave_step()
 
     def _begin(self) -> None:
-        trainer, settings, binder = self.trainer, self._settings, self.binder
-        module = self.module
+        trainer, shared, binder, module = self.trainer, self._strategy.shared, self.binder, self.module
         assert binder.source is not None
         binder.steps = steps = GlobalSteps(
             trainer, self.session, binder.source, parts=self._parts, events=self.events,
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
         self.loop = StepLoop(
-            trainer, steps, weight=settings.shared.weight_in(module), sums=settings.server.divide_by is not None
+            trainer, steps, weight=shared.weight_in(module), sums=shared.loss_reduction == "sum"
         )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
@@ -335,10 +336,10 @@ class StaleRun(ElasticRun[AssignedBinder]):
         """The group of the ranks that are left gets a store that does not end with the server, for what comes next."""
         if group_members() is None:  # nobody has died: it is torch's own
             return
-        members, settings, hosted = self._members, self._settings, None
+        members, strategy, hosted = self._members, self._strategy, None
         if members.is_lowest:
-            hosted = host_store(settings.host, settings.patience)
-        host, port = self.channel.all_gather_object(None if hosted is None else (settings.host, hosted.port))[0]
+            hosted = host_store(strategy.host_name(), strategy.patience)
+        host, port = self.channel.all_gather_object(None if hosted is None else (strategy.host_name(), hosted.port))[0]
         store = reach_store(host, port) if hosted is None else hosted  # lives with the group
         self.meetings.rebuild(store, 0)
 

@@ -11,24 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed
 from lightning_hetero.stale.runtime.fork import ServerProcess
-from lightning_hetero.stale.runtime.layout import CompressionName, FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import MetAtServer
-from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
+from lightning_hetero.stale.runtime.start import Address, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.link import Pulse
@@ -36,39 +33,10 @@ from lightning_hetero.transport.link import Pulse
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
+
 _LAST_S = 5.0  # that a rank which was told to end (SIGTERM) waits for the server's answer
 _DYING_S = 2.0  # from the end of a killed process' connections to its own
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StaleSettings:
-    """Arguments of `BoundedStalenessStrategy`, and where this rank runs.
-
-    Attributes:
-        shared: arguments on batches.
-        server: what the server's process is started with.
-        compression: how gradients are sent; None: unchanged.
-        agreed: what must be the same on all ranks, as words.
-        shares_memory: whether ranks on the server's node reach it through shared memory; else all use pairs.
-        host: name under which other nodes reach this one.
-        environment: tells where the ranks met at first.
-        backend, timeout: of the default process group.
-    """
-
-    shared: SharedSettings
-    server: ServerSettings
-    compression: CompressionName | None
-    agreed: Mapping[str, str]
-    shares_memory: bool
-    host: str
-    environment: ClusterEnvironment
-    backend: str
-    timeout: timedelta | None
-
-    @property
-    def patience(self) -> timedelta:
-        """How long to wait for others: the timeout, or torch's usual one."""
-        return self.timeout or timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +64,7 @@ class Session:
 
     Args:
         trainer: gives module, optimizers and precision.
-        settings: of the fit.
+        strategy: that of the trainer.
         members: who takes part.
         meetings: see the attribute.
 
@@ -108,8 +76,10 @@ class Session:
 
     _held: Sequence[Optimizer] = ()  # whose state the server has
 
-    def __init__(self, trainer: Trainer, settings: StaleSettings, members: Members, *, meetings: int = 0) -> None:
-        self._trainer, self._settings, self._members = trainer, settings, members
+    def __init__(
+        self, trainer: Trainer, strategy: BoundedStalenessStrategy, members: Members, *, meetings: int = 0
+    ) -> None:
+        self._trainer, self._strategy, self._members = trainer, strategy, members
         self.worker: Worker | None = None
         self.state: dict[str, Any] = {}
         self.meetings = meetings
@@ -153,7 +123,7 @@ class Session:
         trained = [place for i, place in named.items() if i in owned]
         layout = FlatLayout.of(
             [(place.name, place.tensor) for place in trained], [(place.name, place.tensor) for place in buffers],
-            optimizers=optimizers, compression=self._settings.compression,
+            optimizers=optimizers, compression=self._strategy.compression,
         )  # fmt: skip
         others = [place for i, place in named.items() if i not in owned]
         self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())
@@ -166,25 +136,26 @@ class Session:
             state: of the coordinator, from a checkpoint; else empty.
             policy: instead of the strategy's.
         """
-        shared, settings, members = self._shared, self._settings, self._members
+        shared, strategy, members = self._shared, self._strategy, self._members
         assert shared is not None
-        near = members.near if settings.shares_memory else ()
+        near = members.near if strategy.transport != "pairs" else ()
+        divide_by = float(members.world_size) if strategy.shared.loss_reduction == "sum" else None
         self._process, address = start_server(
             layout=shared.layout, parameters=shared.parameters, buffers=shared.present_buffers(),
             optimizers=self._trainer.optimizers,
-            settings=settings.server if policy is None else replace(settings.server, policy=policy),
+            settings=replace(strategy.server, policy=policy or strategy.policy, divide_by=divide_by),
             ranks=members.alive, near=near, far=[r for r in range(members.world_size) if r not in near],
-            ahead=ahead, state=dict(state), host=settings.host, timeout=settings.patience,
+            ahead=ahead, state=dict(state), host=strategy.host_name(), timeout=strategy.patience,
         )  # fmt: skip
         return address
 
     def connect(self, address: Address) -> None:
         """Connects this rank to the server; the newest parameters come, the optimizers' state is the server's now."""
-        shared, settings, optimizers = self._shared, self._settings, self._trainer.optimizers
+        shared, strategy, optimizers = self._shared, self._strategy, self._trainer.optimizers
         assert shared is not None
         self._address = address
         self.worker = worker = Worker(
-            connect(address, self._members.rank, settings.patience),
+            connect(address, self._members.rank, strategy.patience),
             shared.layout,
             shared.parameters,
             shared.present_buffers,
@@ -195,7 +166,7 @@ class Session:
             tell=self._members.warn_once,
         )
         worker.link.waits = self._may_wait
-        self._pulse = Pulse(worker.link, settings.server.liveness_s)
+        self._pulse = Pulse(worker.link, strategy.server.liveness_s)
         worker.pull()
         if not self._members.is_lowest:
             for optimizer in optimizers:

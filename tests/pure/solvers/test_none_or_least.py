@@ -73,7 +73,7 @@ def test_scaled_shares_keep_the_least_wherever_a_split_does(shares: list[int], p
     scaled = scale_shares(shares, total, least=least)
     assert sum(scaled) == total
     assert all(x == 0 for x, s in zip(scaled, shares, strict=True) if s == 0) or total == sum(shares)
-    plain = apportion([float(s) for s in shares], total).shares
+    plain = apportion([float(s) for s in shares], total)
     if all(x == 0 or x >= least for x in plain) or total < least:
         assert scaled == plain
     else:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_hetero import FederatedStrategy
 from lightning_hetero.federated.policy import FedAvg, LbBsp
+from lightning_hetero.optim import UnevenZeroOptimizer
 from tests.ranks.federated.kit import Plain, data, federated, fit, own
 from tests.ranks.harness import run_ranks
 
@@ -58,6 +59,11 @@ class OwnBatchSampler(BatchSampler):
 class Lbfgs(Plain):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
+
+
+class UnevenZero(Plain):
+    def configure_optimizers(self) -> Any:
+        return UnevenZeroOptimizer(self.parameters(), torch.optim.Adam)
 
 
 class Synced(Plain):
@@ -128,6 +134,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], dict[str, Any], 
     "too little": (Plain, too_few, {}, ValueError, "with drop_last=True a loader with fewer samples than"),
     "re-sizing": (Plain, sampled, {"policy": "lb-bsp"}, TypeError, "has a custom batch sampler, which decides"),
     "two loaders": (Plain, two, {}, TypeError, "several train loaders: a rank's own data are one loader"),
+    "ZeRO": (UnevenZero, batches_of, {}, TypeError, "UnevenZeroOptimizer divides the optimizer's state"),
     "LBFGS": (Lbfgs, batches_of, {}, TypeError, "LBFGS keeps a history of steps and directions"),
     "SyncBatchNorm": (Synced, batches_of, {}, TypeError, "makes every rank wait for all others"),
     "manual, uneven": (ByHand, uneven, {}, ValueError, "with manual optimization no rank can rest"),

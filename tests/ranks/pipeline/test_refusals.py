@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.optim import UnevenZeroOptimizer
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import quiet_trainer, rank_trainer, regression
 from tests.ranks.pipeline.kit import Deep, pipeline
@@ -60,6 +61,11 @@ class Zero(Deep):
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long to import
 
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam)
+
+
+class UnevenZero(Deep):
+    def configure_optimizers(self) -> Any:
+        return UnevenZeroOptimizer(self.parameters(), torch.optim.Adam)
 
 
 class NoOptimizer(Deep):
@@ -137,6 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], Deep], dict[str, Any], dict[str, Any], str
     "sync_batchnorm": (Deep, {}, {"sync_batchnorm": True}, "Trainer's sync_batchnorm=True.*trainer.sync_batchnorm=f"),
     "LBFGS": (Lbfgs, {}, {}, "LBFGS needs inner products"),
     "ZeRO": (Zero, {}, {}, "ZeroRedundancyOptimizer divides.*Use the optimizer that it wraps"),
+    "uneven ZeRO": (UnevenZero, {}, {}, "UnevenZeroOptimizer divides.*Use the optimizer that it wraps"),
     "no optimizer": (NoOptimizer, {}, {}, "configure_optimizers returned none"),
     "never": (Never, {}, {}, "called the backbone 0 times, expected 1"),
     "twice": (Twice, {}, {}, "called the backbone at least 2 times, expected 1"),

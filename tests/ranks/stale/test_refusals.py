@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import BoundedStalenessStrategy
+from lightning_hetero.optim import UnevenZeroOptimizer
 from tests.ranks.exact_models import Manual, Newton
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression, stale
@@ -75,6 +76,11 @@ class Zero(Toy):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
+class UnevenZero(Toy):
+    def configure_optimizers(self) -> Any:
+        return UnevenZeroOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
 class StepsLater(Manual):
     """Steps once more where there is no batch."""
 
@@ -86,6 +92,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str, tuple[str, ...]]] =
     "LBFGS": (Newton, loader, dict, {}, "TypeError", ("LBFGS", "parameter server", "another optimizer")),
     "SyncBatchNorm": (Synced, loader, dict, {}, "TypeError", ("SyncBatchNorm", "GroupNorm", "hetero_balanced")),
     "ZeRO": (Zero, loader, dict, {}, "TypeError", ("ZeroRedundancyOptimizer", "Use the optimizer that it wraps")),
+    "uneven ZeRO": (UnevenZero, loader, dict, {}, "TypeError", ("UnevenZeroOptimizer divides", "it wraps")),
     "step without a batch": (StepsLater, loader, dict, {}, "RuntimeError", ("outside of a training batch",)),
     "sync_batchnorm": (
         Plain, loader, dict, {"sync_batchnorm": True}, "TypeError",

@@ -42,7 +42,7 @@ class OpenBatch:
 
     def __init__(self, updater: Updater, coordinator: Coordinator, counts: Counts) -> None:
         self._updater, self._coordinator, self._counts = updater, coordinator, counts
-        self._completes = coordinator.policy.completes and updater.divides_by_weight
+        self._completes = coordinator.policy.completes and updater.divide_by is None
         self.begin()
 
     def begin(self) -> None:

@@ -19,22 +19,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Passed, Refused, Reissued, Updated
 from lightning_hetero.stale.decide.policy import Asynchronous
 from lightning_hetero.stale.decide.report import Counts
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 from lightning_hetero.transport.listener import Listener
-from lightning_hetero.transport.membership import Membership, RunEndsError
+from lightning_hetero.transport.membership import Limits, Membership, RunEndsError
+from lightning_hetero.transport.progress import Stamp
+
+_WITHOUT = "the others go on without, on {} devices, with the same global batch: its samples go to them"
 
 
 class Pushed(NamedTuple):
@@ -46,27 +52,47 @@ class Pushed(NamedTuple):
 
 
 class Pushes:
-    """See the module.
+    """See the module; it has all that a server is made of.
 
     Args:
-        listener: has the slots.
-        updater: knows optimizers and parameters.
+        layout: of parameters, buffers and slots.
+        area: uint8 flat parameters and buffers, the server's own memory; the parameters are views of it.
+        parameters: in the layout's order.
+        optimizers: the user's.
+        listener: the transport's end; version 0 is published at once.
         coordinator: decides.
-        batch: the sums of gradients.
-        answers: which workers wait for what.
-        epochs: keep what each global step did.
-        members: told of what is left out.
-        counts: where all is counted.
-        stop: a gradient with NaN or Inf ends the run; else its samples are left out.
+        divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
+        nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
+        shards: threads for pools and optimizers; None: by size.
+        limits: how long workers wait for one that does not come; None: without limit.
+        stamp: called whenever another work begins, see `transport.progress`.
+
+    Attributes:
+        counts: what was counted.
+
+    Raises:
+        ValueError: an optimizer cannot run here.
     """
 
     def __init__(
-        self, *, listener: Listener, updater: Updater, coordinator: Coordinator, batch: OpenBatch, answers: Answers,
-        epochs: AnnouncedEpochs, members: Membership, counts: Counts, stop: bool,
+        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
+        listener: Listener, coordinator: Coordinator, divide_by: float | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop", shards: int | None = None, limits: Limits | None = None,
+        stamp: Stamp = lambda kind, number: None,
     ) -> None:  # fmt: skip
-        self._listener, self._updater, self._coordinator = listener, updater, coordinator
-        self._batch, self._answers, self._epochs = batch, answers, epochs
-        self._members, self._counts, self._stop = members, counts, stop
+        self.stamp, self.layout, self.area = stamp, layout, area
+        self.listener, self.coordinator, self.counts = listener, coordinator, Counts()
+        self._stop = nonfinite == "stop"
+        self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
+        self._updater = Updater(
+            layout=layout, area=area, parameters=parameters, optimizers=optimizers, shards=self._shards,
+            divide_by=divide_by, stamp=stamp,
+        )  # fmt: skip
+        self._batch = OpenBatch(self._updater, coordinator, self.counts)
+        self._members = Membership(coordinator.live, limits, without=_WITHOUT)
+        self._epochs = AnnouncedEpochs(layout.digest)
+        self._answers = Answers(listener, area, self._batch, coordinator, self._members, self._epochs, self.counts)
+        self._answers.publish()
 
     def carry_out(self, effects: Sequence[Effect], now: float, pushed: Pushed | None = None) -> None:
         """Carries out what the coordinator decided.
@@ -76,7 +102,7 @@ class Pushes:
             now: time [s].
             pushed: what caused them, if a push did.
         """
-        answers, counts = self._answers, self._counts
+        answers, counts = self._answers, self.counts
         for effect in effects:
             if isinstance(effect, Assigned):
                 answers.granted(effect, now)
@@ -102,7 +128,7 @@ class Pushes:
     def claim(self, rank: int, request: Request, now: float) -> None:
         """A worker asks for work."""
         self._answers.claims[rank] = (request, now)
-        self.carry_out(self._coordinator.claim(rank, request.global_step, now), now)
+        self.carry_out(self.coordinator.claim(rank, request.global_step, now), now)
         self.settle()
 
     def push(self, rank: int, push: Request, now: float) -> None:
@@ -114,7 +140,7 @@ class Pushes:
             ValueError: no worker can mean this push.
         """
         self._check(push)
-        slot = self._listener.gradient(rank, push.slot)
+        slot = self.listener.gradient(rank, push.slot)
         if push.flags & PushFlag.FINAL:
             self._last_push(rank, push, slot, now)
             self.claim(rank, push, now)
@@ -129,7 +155,7 @@ class Pushes:
             answers.resume([rank for rank, substep in answers.paused.items() if substep == k])
 
     def _last_push(self, rank: int, push: Request, slot: Tensor, now: float) -> None:
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         assignment = coordinator.assignment(rank, push.assignment)
         finite = assignment is None or self._finite(rank, push, slot)
         if push.global_step == coordinator.global_step:
@@ -139,7 +165,7 @@ class Pushes:
         self.carry_out(effects, now, None if assignment is None else Pushed(push, slot, assignment.base))
 
     def _substep(self, rank: int, push: Request, slot: Tensor) -> None:
-        coordinator, batch, answers = self._coordinator, self._batch, self._answers
+        coordinator, batch, answers = self.coordinator, self._batch, self._answers
         assignment = coordinator.assignment(rank, push.assignment)
         if assignment is None or assignment.void or not coordinator.within_bound(assignment.base):
             answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole

@@ -12,82 +12,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
-from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.report import Counts
-from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import MetAtServer, failure_text, state_bytes
-from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
-from lightning_hetero.stale.runtime.serve.answers import Answers
-from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
+from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError
 from lightning_hetero.stale.runtime.serve.pushes import Pushes
-from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
-from lightning_hetero.stale.runtime.serve.update import Updater, bits
+from lightning_hetero.stale.runtime.serve.update import bits
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Request, Say
 from lightning_hetero.transport.flags import MeetFlag
-from lightning_hetero.transport.listener import Listener
-from lightning_hetero.transport.membership import Come, Limits, Membership, RunEndsError
-from lightning_hetero.transport.progress import Stamp
+from lightning_hetero.transport.membership import Come, RunEndsError
 
 _log = logging.getLogger(__name__)
-_WITHOUT = "the others go on without, on {} devices, with the same global batch: its samples go to them"
 
 
-class ParameterServer:
-    """Serves workers; see the module.
-
-    Args:
-        layout: of parameters, buffers and slots.
-        area: uint8 flat parameters and buffers, the server's own memory; the parameters are views of it.
-        parameters: in the layout's order.
-        optimizers: the user's.
-        listener: the transport's end; version 0 is published at once.
-        coordinator: decides.
-        divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
-        nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
-        shards: threads for pools and optimizers; None: by size.
-        limits: how long workers wait for one that does not come; None: without limit.
-        stamp: called whenever another work begins, see `transport.progress`.
+class ParameterServer(Pushes):
+    """Serves workers; see the module, and `Pushes` for what it is made of.
 
     Attributes:
         finished: all workers that were expected have come, and have left or are gone.
-        counts: what was counted.
-
-    Raises:
-        ValueError: an optimizer cannot run here.
     """
 
-    def __init__(
-        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
-        listener: Listener, coordinator: Coordinator, divide_by: float | None = None,
-        nonfinite: Literal["stop", "skip"] = "stop", shards: int | None = None, limits: Limits | None = None,
-        stamp: Stamp = lambda kind, number: None,
-    ) -> None:  # fmt: skip
-        self.stamp = stamp
-        self.layout, self.area = layout, area
-        self.listener, self.coordinator = listener, coordinator
-        self.counts = Counts()
-        self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
-        self._updater = Updater(
-            layout=layout, area=area, parameters=parameters, optimizers=optimizers, shards=self._shards,
-            divide_by=divide_by, stamp=stamp,
-        )  # fmt: skip
-        self._batch = OpenBatch(self._updater, coordinator, self.counts)
-        self._members = Membership(coordinator.live, limits, without=_WITHOUT)
-        self._meeting_due_s = math.inf  # when to see whether all have come [s]
-        self._epochs = AnnouncedEpochs(layout.digest)
-        self._answers = Answers(listener, area, self._batch, coordinator, self._members, self._epochs, self.counts)
-        self._pushes = Pushes(
-            listener=listener, updater=self._updater, coordinator=coordinator, batch=self._batch,
-            answers=self._answers, epochs=self._epochs, members=self._members, counts=self.counts,
-            stop=nonfinite == "stop",
-        )  # fmt: skip
-        self._answers.publish()
+    _meeting_due_s = math.inf  # when to see whether all have come [s]
 
     def abandoned(self, now: float) -> bool:
         """Whether it has no worker and need not wait for one, or all have been silent for too long.
@@ -128,7 +73,7 @@ class ParameterServer:
         elif isinstance(happened, Joined):
             self._members.joined(happened.rank, now)
             if self._answers.failure is None:
-                self._pushes.carry_out(self.coordinator.joined(happened.rank, now), now)
+                self.carry_out(self.coordinator.joined(happened.rank, now), now)
         elif isinstance(happened, Gone):
             self._gone(happened, now)
         else:
@@ -139,8 +84,8 @@ class ParameterServer:
         for rank, reason in self._members.overdue(now).items():
             self._leave_behind(rank, reason, now)
         if self._answers.failure is None:
-            self._pushes.carry_out(self.coordinator.wake(now), now)
-            self._pushes.settle()
+            self.carry_out(self.coordinator.wake(now), now)
+            self.settle()
             self._batch.settle()
             self._settle_meeting(now)
 
@@ -180,8 +125,8 @@ class ParameterServer:
         """The others go on without a worker."""
         self._answers.forget(rank)
         if self._answers.failure is None:
-            self._pushes.carry_out(self.coordinator.lost(rank, now), now)
-            self._pushes.settle()
+            self.carry_out(self.coordinator.lost(rank, now), now)
+            self.settle()
             self._meeting_due_s = now
 
     def _request(self, rank: int, request: Request, now: float) -> None:
@@ -220,7 +165,7 @@ class ParameterServer:
             self._begin(rank, request, now)
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
-            self._pushes.carry_out(self.coordinator.give_back(rank, None, now), now)
+            self.carry_out(self.coordinator.give_back(rank, None, now), now)
             if request.global_step <= self._members.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
@@ -238,7 +183,7 @@ class ParameterServer:
                 raise ValueError(f"it is in epoch {request.epoch}, the server in {self._epochs.number}")
             if not 0 <= request.global_step <= self.coordinator.global_step:
                 raise ValueError(f"it is in batch {request.global_step}, the server in {self.coordinator.global_step}")
-            serve = self._pushes.claim if kind is Ask.CLAIM else self._pushes.push
+            serve = self.claim if kind is Ask.CLAIM else self.push
             serve(rank, request, now)
 
     def _tell(self, rank: int, request: Request) -> None:
@@ -261,7 +206,7 @@ class ParameterServer:
             effects = self.coordinator.begin(
                 request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.global_step, now=now
             )
-            self._pushes.carry_out(effects, now)  # for those who are still held in the epoch before
+            self.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)
             self._batch.begin()
         hints = self.coordinator.hints(rank)

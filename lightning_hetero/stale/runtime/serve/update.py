@@ -65,7 +65,7 @@ class Updater:
         self.buffers = layout.views(area)[len(layout.parameters) :]
         self.parameters: dict[int, Tensor] = {}  # those some optimizer owns
         self._owners: dict[int, int] = {}  # a bit per optimizer
-        self._divide_by = divide_by
+        self.divide_by = divide_by
         self._clips = [(0, 0.0)] * len(optimizers)
         self._seen: dict[int, list[Tensor]] = {}  # by address; keeps the memory, so addresses are not used again
         self._spent = 0  # bits of accumulating optimizers that have stepped: what comes next begins a window
@@ -88,11 +88,6 @@ class Updater:
             step(self.optimizers[o], shard_of, shards)
 
         self._step = step_of
-
-    @property
-    def divides_by_weight(self) -> bool:
-        """Whether an update is a mean of contributions, and not a sum of losses that are sums."""
-        return self._divide_by is None
 
     # ---- contributions ----------------------------------------------------------------------------------------
 
@@ -165,7 +160,7 @@ class Updater:
         self._begun = 0 if last else self._begun | zeroed
         self._spent &= ~zeroed
         # A sum over a part of a batch is as much smaller already as the part is worth.
-        whole = pool.factor(None if self._divide_by is None else self._divide_by * worth)
+        whole = pool.factor(None if self.divide_by is None else self.divide_by * worth)
 
         def work(shard: int) -> None:
             for run in self._runs[shard]:
