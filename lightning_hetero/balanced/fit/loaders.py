@@ -162,8 +162,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             idle = [name for name, value in options.items() if value is not None]
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as its stock strategy does, and cannot make up for slow"
-                " ranks:"
-                f" {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
+                f" ranks: {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
             )
 
     def _objection(self, loaders: Sequence[object]) -> str | None:
