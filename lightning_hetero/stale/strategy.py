@@ -26,6 +26,7 @@ from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArgum
 from lightning_hetero.base.checks import check_choice
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
+from lightning_hetero.checked import real
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
@@ -108,8 +109,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         )  # fmt: skip
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
-        if not (isinstance(liveness_s, int | float) and liveness_s > 0):
-            raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         given = {name: value for name, value in (("bound", bound), ("grace", grace)) if value is not None}
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
@@ -120,7 +119,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
         self.compression: CompressionName | None = compression
-        self.server = ServerSettings(policy=self.policy, predictor=model, nonfinite=nonfinite, liveness_s=liveness_s)
+        self.server = ServerSettings(
+            policy=self.policy, predictor=model, nonfinite=nonfinite,
+            liveness_s=real("liveness_s", liveness_s, above=True),
+        )  # fmt: skip
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
@@ -264,6 +266,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
+    def _in_step(self) -> bool:
+        run = self._connected
+        return run is not None and run.loop is not None and run.loop.in_step
+
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
@@ -279,7 +285,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._connected
-        if run is not None and run.loop is not None and run.loop.in_step and not self._alone:
+        if self._in_step() and not self._alone:
             refuse_saving_in_step()
         if run is not None and self.is_global_zero:
             run.session.fetch_state()  # and the parameters of that very version
