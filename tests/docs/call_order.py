@@ -42,7 +42,7 @@ STOPS: dict[str, dict[str, str]] = {
         "balanced/fit/balancing.py:BalancingStrategy.batch_to_device": "the batch arrives on the rank's device",
         "balanced/fit/loaders.py:BalancedBinder.open": "which part of which global batch it is",
         "balanced/runtime/loss_weight.py:LossWeight.open": "its weight W n / N",
-        "balanced/fit/balancing.py:BalancingStrategy.training_step": "the user's step, guarded against a lack of memory",
+        "balanced/fit/balancing.py:BalancingStrategy.training_step": "the user's step, guarded against lack of memory",
         "balanced/runtime/loss_weight.py:LossWeight.factor": "the loss is weighted before backward",
         "measure/step_clock.py:StepProbe.backward_ended": "own gradients are complete: the stopwatch stops",
         "balanced/decide/controller.py:ShareController.measured": "the record is sent; no rank waits for it",
