@@ -12,6 +12,7 @@ from lightning_hetero.base.checks import check_averaging, check_choice, known_ar
 from lightning_hetero.base.refusals import refuse_sharding
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
+from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
 
 Run = TypeVar("Run", bound=EngineRun[Any])
 
@@ -55,6 +56,12 @@ class HeteroDDPStrategy(HeteroStrategy[Run], DDPStrategy):
         assert self.lightning_module is not None
         refuse_sharding(self.lightning_module, f"hetero_{self.engine}")
         super().setup(trainer)
+
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads also the distributed checkpoint of a sharded model, whole."""
+        if not written_last(checkpoint_path).is_file():
+            return super().read_checkpoint(checkpoint_path, *args, **kwargs)
+        return read_folder(checkpoint_path, kwargs.get("weights_only", args[0] if args else None))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
