@@ -157,8 +157,16 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
+    def _saves(self) -> bool:
+        return not isinstance(self._run, ShardedRun) or self._run.saves()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return super().lightning_module_state_dict() if self._saves() else {}
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As stock, of an optimizer that has made no step, too, and with parameters in the order of its groups."""
+        if not self._saves():
+            return {}
         own = getattr(optimizer, "_optimizer", optimizer)
         fresh = is_fresh(own)
         state = super().optimizer_state(own)
@@ -170,6 +178,8 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._saves():
+            return
         if self._distributed and self.is_global_zero:  # all others wait for it to say where
             written_last(filepath).unlink(missing_ok=True)  # until all is written again
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -16,7 +16,7 @@ from lightning_hetero.balanced.runtime.shard import is_sharded
 from tests.ranks.kit import FEATURES, Scripted, Weights, rank_trainer
 from tests.ranks.resume_kit import BATCH, Noting, Result, loader
 
-WIDTH = 8
+WIDTH, SAMPLES = 8, 96  # no tail: stock Lightning would repeat samples
 
 
 class Layers(Noting):
@@ -25,7 +25,6 @@ class Layers(Noting):
     Args:
         optimizer: ``"adam"``; ``"odd"``, the same with the groups' parameters from last to first; ``"sgd"``, which has
             no state.
-        accumulate: batches of one step of the optimizer.
     """
 
     def __init__(self, optimizer: str = "adam") -> None:
@@ -92,12 +91,12 @@ def whole(module: nn.Module) -> Weights:
 
 def fit(
     rank: int, world: int, name: str, *, optimizer: str = "adam", ckpt: str | None = None, epochs: int = 3,
-    batch_size: int | None = None, given: Any = None, loaders: Any = None, **trainer: Any,
+    batch_size: int | None = None, given: Any = None, accumulate: int = 2, **trainer: Any,
 ) -> Result:  # fmt: skip
     gc.collect()
     each = batch_size or BATCH // world
     how = strategy(name, world, **(given or {}))
     module = (Sharded if isinstance(how, ModelParallelStrategy) else Layers)(optimizer)
-    trains = rank_trainer(rank, world, how, max_epochs=epochs, **trainer)
-    trains.fit(module, loader(each) if loaders is None else loaders, ckpt_path=ckpt)
+    trains = rank_trainer(rank, world, how, max_epochs=epochs, accumulate_grad_batches=accumulate, **trainer)
+    trains.fit(module, loader(each, samples=SAMPLES), ckpt_path=ckpt)
     return whole(module), [[int(i) for i in batch] for batch in module.seen]
