@@ -185,7 +185,7 @@ class Controller:
     def _decision(self, reason: str, *, kind: DecisionKind = "keep", **new: Any) -> Decision:
         return Decision(
             batch=self._plans.seen, generation=self.generation, kind=kind, plan=self.plan, reason=reason,
-            queues=self._spending.values, outcome=self._trials.taken_outcome(), **new,
+            queues=dict(self._spending.queues), outcome=self._trials.taken_outcome(), **new,
         )  # fmt: skip
 
     # ---- the model ----

@@ -123,11 +123,9 @@ def rebuild_default_group(
             `RuntimeError` of it ends the waiting.
 
     Raises:
-        ValueError: ``members`` are not distinct, or ``rank`` is not among them.
+        ValueError: ``rank`` is not among the ``members``.
         MemberMissingError: a member did not come. There is no default group then; try again with the next generation.
     """
-    if len(set(members)) != len(members):
-        raise ValueError(f"members={list(members)} must be distinct ranks")
     if rank not in members:
         raise ValueError(f"rank={rank} must be one of the members {list(members)}: it was taken for dead and replaced")
     leave_default_group()

@@ -1,9 +1,9 @@
-"""Shards a module that does not do so itself: its repeated blocks, and the rest as one (layer T)."""
+"""Shards a module that does not do so itself: its repeated blocks, and what else it calls (layer T)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from torch import nn
@@ -33,7 +33,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding) -> None:
-    """Applies ``fully_shard`` to the blocks of a module, and to the module; nothing, if it is sharded already.
+    """Applies ``fully_shard`` to the blocks of a module, to its other children, and to the module.
+
+    Nothing, if it is sharded already. A step may call the children, and never the module itself: only what no child has
+    for itself, a parameter of the module's own or one that children share, is gathered for the length of a step.
 
     Args:
         module: the user's.
@@ -50,9 +53,26 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding) -> None:
     elif not (found := [m for m in module.modules() if isinstance(m, tuple(shard))]):
         names = ", ".join(c.__name__ for c in shard)
         raise ValueError(f"shard=[{names}]: {type(module).__name__} has no module of these classes")
-    for block in reversed(found):  # inner ones first
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    rest = [child for child in _unshared(_called(module), module) if child not in found]
+    for one in (*reversed(found), *rest, module):  # inner ones first
+        fully_shard(one, mesh=mesh)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Returns the children that have a forward pass and parameters; of lists their items."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _unshared(modules: Iterable[nn.Module], root: nn.Module) -> list[nn.Module]:
+    """Returns those that share no parameter with the rest of the model."""
+    owners: Counter[int] = Counter(id(p) for m in root.modules() for p in m.parameters(recurse=False))
+    modules = list(modules)
+    inside = [Counter(id(p) for m in one.modules() for p in m.parameters(recurse=False)) for one in modules]
+    return [one for one, own in zip(modules, inside, strict=True) if all(owners[p] == n for p, n in own.items())]
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -63,9 +83,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     _find(module, found)
-    owners: Counter[int] = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    inside = [Counter(id(p) for m in block.modules() for p in m.parameters(recurse=False)) for block in found]
-    return [block for block, own in zip(found, inside, strict=True) if all(owners[p] == n for p, n in own.items())]
+    return _unshared(found, module)
 
 
 def _find(module: nn.Module, found: list[nn.Module]) -> None:

@@ -17,7 +17,6 @@ from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
-from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
 from lightning_hetero.stale.fit.loaders import AssignedBinder
 from lightning_hetero.stale.fit.meetings import ServerMeetings
@@ -82,7 +81,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.binder = AssignedBinder(trainer, channel, members, strategy.shared)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
-        self._since = report.Since()  # the last report
+        self._since = report.Since()  # the last report, of this server
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
@@ -138,6 +137,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             address = self.channel.all_gather_object(address)[0]
         assert address is not None
         session.connect(address)
+        self._since = report.Since()
         self._callback_hooks.close()  # callbacks may be others now
         self._callback_hooks.callback(compat.skip_empty_batches(self.trainer, self._parts))
 
@@ -169,13 +169,11 @@ class StaleRun(ElasticRun[AssignedBinder]):
     def _begin(self) -> None:
         trainer, shared, binder, module = self.trainer, self._strategy.shared, self.binder, self.module
         assert binder.source is not None
-        binder.steps = steps = GlobalSteps(
-            trainer, self.session, binder.source, parts=self._parts, events=self.events,
+        self.loop = binder.steps = StepLoop(
+            trainer, self.session, binder.source, weight=shared.weight_in(module),
+            sums=shared.loss_reduction == "sum", parts=self._parts, events=self.events,
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
-        self.loop = StepLoop(
-            trainer, steps, weight=shared.weight_in(module), sums=shared.loss_reduction == "sum"
-        )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
         self.undo.callback(compat.watch_epoch_values(trainer, self._parts.logged))
@@ -260,7 +258,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return self.loop if self.worker is not None and self.trainer.training else None
 
     def trained(self) -> tuple[int, int] | None:
-        return None if self.binder.steps is None else self.binder.steps.at.trained()
+        return None if self.loop is None else self.loop.at.trained()
 
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""

@@ -190,7 +190,7 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
     (LoadBalancedStrategy, "sample_costs", 5, "sample_costs=5 must be a sequence of numbers > 0"),
     (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
     (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
-    (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be > 0 (seconds)"),
+    (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be a finite number > 0"),
     (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),
     (BoundedStalenessStrategy, "compression", 5, "compression=5 must be None, 'bf16' or 'fp16'"),
     (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description or a YAML file"),

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reduction
 from tests.ranks.harness import run_ranks
@@ -196,6 +197,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "reduced in each backward pass": ({}, lambda net: net.set_requires_gradient_sync(False)),
     "set_reshard_after_backward(False)": ({}, lambda net: net.set_reshard_after_backward(False)),
     "a hook of set_all_reduce_hook": ({}, lambda net: net.blocks[0].set_all_reduce_hook(print)),
+    "tensor-parallel ranks": ({"tensor": True}, lambda net: net),
     "with a number for reshard_after_forward": ({"reshard_after_forward": 2}, lambda net: net),
     "": ({}, lambda net: net),
 }
@@ -205,7 +207,13 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
     told: dict[str, str] = {}
     mesh = init_device_mesh("cpu", (world,))
     for reason, (options, change) in REFUSED.items():
-        net = sharded(Net(), mesh, **options)
+        meshes = None
+        net = Net()
+        if options.pop("tensor", False):
+            meshes = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+            plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            parallelize_module(net.blocks[0], meshes["tensor"], plan)
+        sharded(net, meshes["data"] if meshes else mesh, **options)
         before = net._get_fsdp_state()._fsdp_param_group._all_gather_comm
         change(net)
         passes = FSDPPasses(net)

@@ -11,6 +11,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero import ShardedBalancedStrategy
@@ -38,6 +39,16 @@ class Replicated(Sharded):
 
     def shard(self, mesh: Any) -> None:
         super().shard(init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicas", "shards")))
+
+
+class Parallel(Sharded):
+    """Two ranks compute each layer together."""
+
+    def shard(self, mesh: Any) -> None:
+        assert self.device_mesh is not None
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        super().shard(mesh)
 
 
 class ShardedTokens(Sharded, Tokens):
@@ -133,6 +144,8 @@ CASES: dict[str, tuple[int, Any, str, Limits, dict[str, Any], dict[str, Any]]] =
     "dummies that are NaN": (4, Poisoned, "forward", {}, {"min_samples": 0}, THREE),
     "dummies that are NaN, backward": (4, Poisoned, "backward", {1: 2}, {"min_samples": 0}, THREE),
     "planned": (2, Sharded, "forward", {0: 3, 1: 3}, {"max_samples": 3}, THREE),
+    "planned, tensor-parallel": (
+        4, Parallel, "forward", {}, {"max_samples": 3, "tensor_parallel_size": 2, "global_batch_size": BATCH}, THREE),
     "planned, tokens": (2, ShardedTokens, "forward", {0: 3, 1: 3}, {"max_samples": 3, "batch_weight": tokens_of}, {}),
     "planned, cut again": (2, Twice, "forward", {1: 2}, {"max_samples": 3}, {}),
     "planned, cut again, backward": (2, Twice, "backward", {1: 2}, {"max_samples": 3}, {}),
@@ -149,7 +162,7 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     for rank, (trained, samples, failures, told, _) in enumerate(outcomes):
         assert trained.distance(whole(expected)) <= EXACT
         assert bool(failures) == bool(told) == (rank in limits and limits[rank] < args.get("max_samples", 99))
-        assert not failures or max(samples) > limits[rank]
+        assert not failures or (max(samples) > limits[rank] and failures <= 4), "it knows what does not fit"
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
