@@ -22,7 +22,7 @@ from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelPar
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.checkpoints import written_last
+from lightning_hetero.lightning_compat.checkpoints import remove
 from lightning_hetero.lightning_compat.patches import called_as_forward, replace_methods
 from lightning_hetero.lightning_compat.strategies import set_parallel_sizes
 from lightning_hetero.predictors import Predictor, PredictorName
@@ -186,11 +186,21 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As stock; a folder takes the name of an earlier one when all is written."""
         if not self._saves():
             return
-        if self._distributed and self.is_global_zero:  # all others wait for it to say where
-            written_last(filepath).unlink(missing_ok=True)  # until all is written again
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not self._distributed:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(filepath)
+        new, old = (path.with_name(f".{path.name}.{which}") for which in ("new", "old"))
+        if self.is_global_zero:  # all others wait for it to say where
+            remove(new, old)
+        super().save_checkpoint(checkpoint, new, storage_options)
+        if self.is_global_zero:
+            if path.exists():
+                path.rename(old)
+            new.rename(path)
+            remove(old)
 
     def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As stock, which mixes up parameters that an optimizer has not in the model's order, or fails."""

@@ -169,12 +169,8 @@ def naming_damage(path: Any) -> Iterator[None]:
     as_written = False  # then an error that torch does not raise for a file is not the file's
     try:
         if size is not None and torch.serialization.get_crc32_options():
-            for part in [path] if os.path.isfile(path) else _parts(Path(path)):
-                if zipfile.is_zipfile(part):
-                    with zipfile.ZipFile(part) as file:
-                        if (name := file.testzip()) is not None:
-                            raise zipfile.BadZipFile(f"the bytes of {name} are not those that were written")
-                    as_written = True
+            parts = [path] if os.path.isfile(path) else _parts(Path(path))
+            as_written = any([_check_sums(part) for part in parts if zipfile.is_zipfile(part)])
         yield
     except (Exception, CheckpointException) as error:
         cause = _first_of(error)
@@ -185,6 +181,13 @@ def naming_damage(path: Any) -> Iterator[None]:
             f"the checkpoint {path} ({size}) cannot be read: {type(cause).__name__}: {cause}. If it is damaged,"
             " resume from an earlier one"
         ) from error
+
+
+def _check_sums(part: Any) -> bool:
+    with zipfile.ZipFile(part) as file:
+        if (name := file.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the bytes of {name} are not those that were written")
+    return True
 
 
 def _parts(folder: Path) -> Iterator[BytesIO]:

@@ -6,6 +6,7 @@ pinned by `tests/ranks/sharded/test_folders.py`.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 def written_last(folder: Any) -> Path:
     """Returns the file that makes a folder a checkpoint."""
     return Path(folder) / _METADATA_FILENAME
+
+
+def remove(*paths: Path) -> None:
+    """Removes folders, files and links, where there are any."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def read_folder(folder: Any, weights_only: bool | None = None) -> dict[str, Any]:
