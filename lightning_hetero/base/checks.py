@@ -165,7 +165,7 @@ def naming_damage(path: Any) -> Iterator[None]:
     Raises:
         RuntimeError: the file, or the folder, cannot be read.
     """
-    size = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "a folder" if os.path.isdir(path) else None
+    size = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "a folder" if any(_ends(path)) else None
     as_written = False  # then an error that torch does not raise for a file is not the file's
     try:
         if size is not None and torch.serialization.get_crc32_options():
@@ -190,10 +190,16 @@ def _check_sums(part: Any) -> bool:
     return True
 
 
+def _ends(folder: Any) -> tuple[bool, bool]:
+    """Returns which of the two files are there that end a distributed checkpoint."""
+    return Path(folder, ".metadata").is_file(), written_last(folder).is_file()
+
+
 def _parts(folder: Path) -> Iterator[BytesIO]:
     """Yields this rank's share of what a distributed checkpoint has in files."""
-    if missing := [path.name for path in (folder / ".metadata", written_last(folder)) if not path.is_file()]:
-        raise EOFError(f"it has no {' and no '.join(missing)}, so saving has not come to its end")
+    if not all(ends := _ends(folder)):
+        missing = written_last(folder).name if ends[0] else ".metadata"
+        raise EOFError(f"it has no {missing}, so saving has not come to its end")
     group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for part in list(dcp.FileSystemReader(folder).read_metadata().storage_data.values())[group[0] :: group[1]]:
         with open(folder / part.relative_path, "rb") as file:

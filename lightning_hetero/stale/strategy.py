@@ -24,7 +24,6 @@ from typing_extensions import Unpack
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice
-from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.checked import real
 from lightning_hetero.predictors import Predictor, PredictorName
@@ -36,6 +35,7 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
 from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling, refuse_monitored_steps
 from lightning_hetero.stale.fit.run import StaleRun
+from lightning_hetero.stale.fit.session import ServedStrategy
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.start import ServerSettings
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
+class BoundedStalenessStrategy(ServedStrategy[StaleRun]):
     """Data parallelism over a parameter server that bounds staleness and waits for no straggler (after SaPS).
 
     A drop-in for `DDPStrategy`: number, size and learning rate of updates are DDP's; the samples of one global batch
@@ -129,17 +129,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
         return StaleRun(trainer, self, self._invitation)
-
-    def agreed(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks, in words."""
-        return {
-            "policy": repr(self.policy.settings()),
-            "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self.compression),
-            "loss_reduction": self.shared.loss_reduction,
-            "transport": self.transport,
-            "nonfinite": self.server.nonfinite,
-        }
 
     @property
     def patience(self) -> timedelta:

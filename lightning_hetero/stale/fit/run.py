@@ -23,7 +23,7 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.refusals import Changed, refuse_different
-from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.fit.session import ServedStrategy, Session
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
@@ -36,8 +36,6 @@ from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
 
 class StaleRun(ElasticRun[AssignedBinder]):
@@ -58,12 +56,20 @@ class StaleRun(ElasticRun[AssignedBinder]):
     channel_is_idle = True  # it is for set-up and for the order of an epoch
 
     def __init__(
-        self, trainer: Trainer, strategy: BoundedStalenessStrategy, invitation: Invitation | None
+        self, trainer: Trainer, strategy: ServedStrategy[Any], invitation: Invitation | None
     ) -> None:
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
-        agreed, store = (strategy.agreed(), None) if invitation is None else (None, invitation.run_store)
-        super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
+        agreed = {
+            "policy": repr(strategy.policy.settings()),
+            "global_batch_size": str(strategy.shared.global_batch_size),
+            "compression": repr(strategy.compression),
+            "loss_reduction": strategy.shared.loss_reduction,
+            "transport": strategy.transport,
+            "nonfinite": strategy.server.nonfinite,
+        }
+        settings, store = (agreed, None) if invitation is None else (None, invitation.run_store)
+        super().__init__(trainer, timeout=strategy.timeout, settings=settings, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
