@@ -90,7 +90,7 @@ def whole(module: nn.Module) -> Weights:
 
 
 def fit(
-    rank: int, world: int, name: str, *, optimizer: str = "adam", ckpt: str | None = None, epochs: int = 3,
+    rank: int, world: int, name: str, *, optimizer: str = "adam", ckpt: str | None = None, epochs: int = 2,
     batch_size: int | None = None, given: Any = None, accumulate: int = 2, **trainer: Any,
 ) -> Result:  # fmt: skip
     gc.collect()
