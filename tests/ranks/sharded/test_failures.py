@@ -40,12 +40,10 @@ class Failing(Sharded):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 3 and self.place == "forward":
             self.net[2].register_forward_hook(die)
-        if batch_idx == 3 and self.place == "raises":
-            raise ValueError(CAUSE)
-        loss = super().training_step(batch, batch_idx)
         if batch_idx == 3 and self.place == "backward":
             self.net[2].register_full_backward_hook(die)
-            return super().training_step(batch, batch_idx)
+        if batch_idx == 3 and self.place == "raises":
+            raise ValueError(CAUSE)
         if batch_idx == 3 and self.place == "saving":
             write = FileSystemWriter.write_data
 
@@ -54,7 +52,7 @@ class Failing(Sharded):
                 die()
 
             FileSystemWriter.write_data = written
-        return loss
+        return super().training_step(batch, batch_idx)
 
 
 def fit(rank: int, place: str, target: int, folder: str) -> None:
