@@ -98,8 +98,8 @@ def _unshared(modules: Iterable[nn.Module], root: nn.Module) -> list[nn.Module]:
 def blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks that a model repeats, which hold most of a transformer's parameters.
 
-    They are the items of each `nn.ModuleList` and `nn.Sequential` that has at least two of the same class with modules
-    of their own; of nested lists the outermost. A block that shares a parameter with the rest of the model is left out.
+    They are the items of each `nn.ModuleList` and `nn.Sequential` that has at least two of the same class that hold
+    modules; of nested lists the outermost. A block that shares a parameter with the rest of the model is left out.
     """
     found: list[nn.Module] = []
     _find(module, found)
