@@ -24,8 +24,8 @@ from typing_extensions import Unpack
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice
-from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
+from lightning_hetero.checked import real
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
@@ -35,6 +35,7 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
 from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling, refuse_monitored_steps
 from lightning_hetero.stale.fit.run import StaleRun
+from lightning_hetero.stale.fit.session import ServedStrategy
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.start import ServerSettings
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
+class BoundedStalenessStrategy(ServedStrategy[StaleRun]):
     """Data parallelism over a parameter server that bounds staleness and waits for no straggler (after SaPS).
 
     A drop-in for `DDPStrategy`: number, size and learning rate of updates are DDP's; the samples of one global batch
@@ -108,8 +109,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         )  # fmt: skip
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
-        if not (isinstance(liveness_s, int | float) and liveness_s > 0):
-            raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         given = {name: value for name, value in (("bound", bound), ("grace", grace)) if value is not None}
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
@@ -120,24 +119,16 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
         self.compression: CompressionName | None = compression
-        self.server = ServerSettings(policy=self.policy, predictor=model, nonfinite=nonfinite, liveness_s=liveness_s)
+        self.server = ServerSettings(
+            policy=self.policy, predictor=model, nonfinite=nonfinite,
+            liveness_s=real("liveness_s", liveness_s, above=True),
+        )  # fmt: skip
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
         return StaleRun(trainer, self, self._invitation)
-
-    def agreed(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks, in words."""
-        return {
-            "policy": repr(self.policy.settings()),
-            "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self.compression),
-            "loss_reduction": self.shared.loss_reduction,
-            "transport": self.transport,
-            "nonfinite": self.server.nonfinite,
-        }
 
     @property
     def patience(self) -> timedelta:
@@ -264,6 +255,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
+    def _in_step(self) -> bool:
+        run = self._connected
+        return run is not None and run.loop is not None and run.loop.in_step
+
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
@@ -279,7 +274,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._connected
-        if run is not None and run.loop is not None and run.loop.in_step and not self._alone:
+        if self._in_step() and not self._alone:
             refuse_saving_in_step()
         if run is not None and self.is_global_zero:
             run.session.fetch_state()  # and the parameters of that very version

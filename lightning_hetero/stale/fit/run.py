@@ -17,14 +17,13 @@ from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
-from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
 from lightning_hetero.stale.fit.loaders import AssignedBinder
 from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.refusals import Changed, refuse_different
-from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.fit.session import ServedStrategy, Session
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
@@ -37,8 +36,6 @@ from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
 
 class StaleRun(ElasticRun[AssignedBinder]):
@@ -59,12 +56,20 @@ class StaleRun(ElasticRun[AssignedBinder]):
     channel_is_idle = True  # it is for set-up and for the order of an epoch
 
     def __init__(
-        self, trainer: Trainer, strategy: BoundedStalenessStrategy, invitation: Invitation | None
+        self, trainer: Trainer, strategy: ServedStrategy[Any], invitation: Invitation | None
     ) -> None:
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
-        agreed, store = (strategy.agreed(), None) if invitation is None else (None, invitation.run_store)
-        super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
+        agreed = {
+            "policy": repr(strategy.policy.settings()),
+            "global_batch_size": str(strategy.shared.global_batch_size),
+            "compression": repr(strategy.compression),
+            "loss_reduction": strategy.shared.loss_reduction,
+            "transport": strategy.transport,
+            "nonfinite": strategy.server.nonfinite,
+        }
+        settings, store = (agreed, None) if invitation is None else (None, invitation.run_store)
+        super().__init__(trainer, timeout=strategy.timeout, settings=settings, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
@@ -82,7 +87,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.binder = AssignedBinder(trainer, channel, members, strategy.shared)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
-        self._since = report.Since()  # the last report
+        self._since = report.Since()  # the last report, of this server
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
@@ -138,6 +143,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             address = self.channel.all_gather_object(address)[0]
         assert address is not None
         session.connect(address)
+        self._since = report.Since()
         self._callback_hooks.close()  # callbacks may be others now
         self._callback_hooks.callback(compat.skip_empty_batches(self.trainer, self._parts))
 
@@ -169,13 +175,11 @@ class StaleRun(ElasticRun[AssignedBinder]):
     def _begin(self) -> None:
         trainer, shared, binder, module = self.trainer, self._strategy.shared, self.binder, self.module
         assert binder.source is not None
-        binder.steps = steps = GlobalSteps(
-            trainer, self.session, binder.source, parts=self._parts, events=self.events,
+        self.loop = binder.steps = StepLoop(
+            trainer, self.session, binder.source, weight=shared.weight_in(module),
+            sums=shared.loss_reduction == "sum", parts=self._parts, events=self.events,
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
-        self.loop = StepLoop(
-            trainer, steps, weight=shared.weight_in(module), sums=shared.loss_reduction == "sum"
-        )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
         self.undo.callback(compat.watch_epoch_values(trainer, self._parts.logged))
@@ -260,7 +264,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return self.loop if self.worker is not None and self.trainer.training else None
 
     def trained(self) -> tuple[int, int] | None:
-        return None if self.binder.steps is None else self.binder.steps.at.trained()
+        return None if self.loop is None else self.loop.at.trained()
 
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""

@@ -9,31 +9,32 @@ A server that has other parameters than the optimizers is left, and the same is 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, Run
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed
 from lightning_hetero.stale.runtime.fork import ServerProcess
-from lightning_hetero.stale.runtime.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import CompressionName, FlatLayout
 from lightning_hetero.stale.runtime.messages import MetAtServer
-from lightning_hetero.stale.runtime.start import Address, connect, start_server
+from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.pulse import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
 _LAST_S = 5.0  # that a rank which was told to end (SIGTERM) waits for the server's answer
 _DYING_S = 2.0  # from the end of a killed process' connections to its own
@@ -59,6 +60,24 @@ class _Shared:
         return [place.now() for place in self.buffers]
 
 
+class ServedStrategy(ElasticDDPStrategy[Run]):
+    """What a fit knows of its strategy, see `BoundedStalenessStrategy`; abstract.
+
+    Attributes:
+        server: what the server is started with.
+    """
+
+    policy: Policy
+    compression: CompressionName | None
+    transport: Literal["auto", "pairs"]
+    server: ServerSettings
+
+    @property
+    @abstractmethod
+    def patience(self) -> timedelta:
+        """How long to wait for others."""
+
+
 class Session:
     """See the module.
 
@@ -77,7 +96,7 @@ class Session:
     _held: Sequence[Optimizer] = ()  # whose state the server has
 
     def __init__(
-        self, trainer: Trainer, strategy: BoundedStalenessStrategy, members: Members, *, meetings: int = 0
+        self, trainer: Trainer, strategy: ServedStrategy[Any], members: Members, *, meetings: int = 0
     ) -> None:
         self._trainer, self._strategy, self._members = trainer, strategy, members
         self.worker: Worker | None = None

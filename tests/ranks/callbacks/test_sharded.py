@@ -43,11 +43,17 @@ STEPS, BATCH = 32, 16
 class Kept(Logger):
     """Keeps all values."""
 
-    name = version = "kept"
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "kept"
+
+    @property
+    def version(self) -> str:
+        return "0"
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.rows.append({name: float(value) for name, value in metrics.items()})
@@ -120,9 +126,9 @@ class Late:
 
 
 class Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         Clock.now_s += LAYER_S
-        return super().forward(x)
+        return super().forward(input)
 
 
 class Stacked(LightningModule):
@@ -133,8 +139,10 @@ class Stacked(LightningModule):
         self.net = nn.Sequential(Layer(6, 6), Layer(6, 6), Layer(6, 1)).double()
 
     def configure_model(self) -> None:
+        late: Any = Late()
         for module in (*self.net, self.net):
-            fully_shard(module, mesh=self.device_mesh["data_parallel"]).set_custom_all_gather(Late())
+            assert self.device_mesh is not None
+            fully_shard(module, mesh=self.device_mesh["data_parallel"]).set_custom_all_gather(late)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])

@@ -163,18 +163,6 @@ def test_a_damaged_state_is_refused() -> None:
 # ---- arguments --------------------------------------------------------------------------------------------------
 
 
-class _Nowhere:
-    def publish(self, version: int, parameters: Tensor) -> None:
-        pass
-
-
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_that_cannot_run_in_the_server_are_refused(cls: Any) -> None:
-    setting = Setting(mlp(), lambda m: [cls(m.parameters())], Bsp(), 1)
-    with pytest.raises(ValueError, match=f"{cls.__name__}.*parameter server.*ddp"):
-        setting.serve_on(_Nowhere())  # type: ignore[arg-type]
-
-
 def test_a_new_parameter_group_is_refused_at_the_worker() -> None:
     model = mlp()
     setting = Setting(model, sgd, Bsp(), 1)
