@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -10,17 +11,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_hetero.balanced.fit.balancing import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.sharded_run import ShardedRun
-from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, shard_module
+from lightning_hetero.balanced.runtime.norms import clip_by_norm, each_norm, total_norm
+from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, check_synchronised, shard_module
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelParallelArguments
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.patches import called_as_forward, replace_methods
-from lightning_hetero.lightning_compat.strategies import set_parallel_sizes
+from lightning_hetero.lightning_compat.norms import norms_by
+from lightning_hetero.lightning_compat.patches import called_as_forward, patched, replace_methods
+from lightning_hetero.lightning_compat.strategies import set_parallel_sizes, syncs_batch_norm
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import LossReduction
@@ -74,6 +78,12 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
 
     engine = "sharded"
     stock = (ModelParallelStrategy,)
+    refusals = replace(
+        BalancingStrategy.refusals,
+        whole="this callback copies or reshapes whole parameters, and here each rank has a part of each. To average"
+        " weights, keep {name: p.detach().clone() for name, p in module.named_parameters()} in a callback of your own:"
+        " parts are averaged as whole parameters are",
+    )
     _unshard: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
@@ -144,10 +154,23 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
     def setup_environment(self) -> None:
         super().setup_environment()
         module = self.lightning_module
+        if module is not None:
+            self.check_module(module)
+        if self.world_size > 1 and syncs_batch_norm(self):
+            raise TypeError(
+                "sync_batchnorm=True: ModelParallelStrategy converts no layer. Give the Trainer"
+                " nn.SyncBatchNorm.convert_sync_batchnorm(module) and leave out the argument"
+            )
         if self._shard is not None and module is not None and not is_overridden("configure_model", module):
-            shard = partial(shard_module, module, self.device_mesh["data_parallel"], self._shard)
+            mesh, apart = self.device_mesh["data_parallel"], not module.automatic_optimization
+            shard = partial(shard_module, module, mesh, self._shard, apart=apart)
             steps = {name: called_as_forward(module, name) for name in _STEPS if is_overridden(name, module)}
             self._unshard = replace_methods(module, configure_model=shard, **steps)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._run is not None and self.parts > 1:
+            check_synchronised(self._run.module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._run is not None:
@@ -157,6 +180,17 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
     def teardown(self) -> None:
         super().teardown()
         self._unshard()
+
+    def begin(self, trainer: Trainer) -> BalancedRun:
+        run, plugin = super().begin(trainer), self.precision_plugin
+
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            if not clip_by_norm(plugin.main_params(optimizer), clip_val):
+                type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+
+        run.undo.enter_context(patched(plugin, "clip_grad_by_norm", clip))
+        run.undo.enter_context(norms_by(total_norm, each_norm))
+        return run
 
     def make_run(self, trainer: Trainer) -> BalancedRun:
         return ShardedRun(trainer, self, self.settings, members=self.ranks_per_part)

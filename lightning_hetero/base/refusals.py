@@ -30,6 +30,7 @@ _CHANGE_WHAT_IS_TRAINED = {
     "param_to_hook_all_reduce",
     "process_group",
 }
+_ON_WHOLE_PARAMETERS = {"ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}  # the last since Lightning 2.6
 
 
 def shards_itself(module: LightningModule) -> bool:
@@ -92,6 +93,7 @@ class Refusals:
     sync_batch_norm: str | None = None
     averaged_batch_norm: str | None = None
     zero: str | None = None
+    whole: str | None = None
 
     def check_ddp_arguments(self, given: Mapping[str, Any], strategy_name: str) -> None:
         """Refuses arguments for `DistributedDataParallel`, or names them in one warning, if it is not used.
@@ -150,7 +152,11 @@ class Refusals:
         synchronised = syncs_batch_norm or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
         if self.sync_batch_norm is not None and synchronised:
             raise TypeError(self.sync_batch_norm)
-        averaging = any(isinstance(c, StochasticWeightAveraging) for c in trainer_callbacks(module.trainer))
+        callbacks = trainer_callbacks(module.trainer)
+        kinds = {k.__name__ for c in callbacks for k in type(c).__mro__}
+        if self.whole is not None and (found := sorted(kinds & _ON_WHOLE_PARAMETERS)):
+            raise TypeError(f"{', '.join(found)}: {self.whole}")
+        averaging = any(isinstance(c, StochasticWeightAveraging) for c in callbacks)
         contains = StochasticWeightAveraging.pl_module_contains_batch_norm
         if self.averaged_batch_norm is not None and averaging and contains(module):
             raise TypeError(self.averaged_batch_norm)

@@ -58,11 +58,9 @@ class PipelineRun(RunOnRank):
         if self.fitting:
             self._requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(self._requeue.close)
-            self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
-
-    def _any_told(self, told: bool) -> bool:
-        """Whether rank 0 has received SIGTERM, as it has told all with the batch before."""
-        return self.batches is not None and self.batches.sigterm
+            # Rank 0 tells all with each batch whether it has received the signal.
+            told = compat.replace_sigterm_broadcast(trainer, lambda _: bool(self.batches and self.batches.sigterm))
+            self.undo.callback(told)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
         """Also on ranks that hear of rank 0's rehearsal."""
