@@ -117,8 +117,8 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
         known = ", ".join(map(strategy_name, ENGINES))
         raise ValueError(f"engines={list(engines)!r} must be one or more of {known}")
     spacious = min(setup.most_samples()) > 0
-    asked = [name for name in ENGINES if name in engines and (name != "sharded" or not spacious)]
-    estimates = [ENGINES[name](setup) for name in asked]
+    asked = [name for name in engines if name != "sharded" or not spacious]
+    estimates = [estimate(setup) for name, estimate in ENGINES.items() if name in asked]
     chosen = _choose(estimates, pipeline_ahead)
     base = next((estimate for estimate in estimates if estimate.engine == "ddp"), None)
     if base is not None and base.ok and chosen is not None and chosen.resting:
