@@ -130,7 +130,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         self.find_nodes()
         return StaleRun(trainer, self, self._invitation)
 
-    def agreed(self) -> dict[str, str]:
+    def same_on_all(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
         return {
             "policy": repr(self.policy.settings()),

@@ -62,7 +62,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
     ) -> None:
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
-        agreed, store = (strategy.agreed(), None) if invitation is None else (None, invitation.run_store)
+        agreed, store = (strategy.same_on_all(), None) if invitation is None else (None, invitation.run_store)
         super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
