@@ -75,6 +75,10 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         accelerator: as in `DDPStrategy`; the Trainer sets it.
         **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
+    Attributes:
+        chosen: the engine; None before a fit, on one device, and in the process that has started those that train.
+        choice: what it was chosen from, and why; None before.
+
     Raises:
         ValueError: an argument is out of range; when a fit begins: no engine trains the module.
         TypeError: an unknown argument.
@@ -109,19 +113,14 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         self.choice: Choice | None = None
         of_all = {name: getattr(self.shared, name) for name in SharedSettings.__slots__}
         self._given: dict[str, Any] = {**of_all, "monitor": monitor, "accelerator": accelerator, **ddp}
-        self._chosen: HeteroStrategy[Any] | None = None
+        self.chosen: HeteroStrategy[Any] | None = None
         self._scenario: Scenario | None = None
         self._state: dict[str, Any] = {}  # of a checkpoint, until there is an engine to take it
         for name in names:
             self._made(name, {})  # whatever is wrong with the options is said at once
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._chosen is None else repr(self._chosen)
-
-    @property
-    def chosen(self) -> HeteroStrategy[Any] | None:
-        """The engine; None before a fit, on one device, and in the process that has started those that train."""
-        return self._chosen
+        return super().__repr__() if self.chosen is None else repr(self.chosen)
 
     def _made(self, name: ChosenName, given: Mapping[str, Any]) -> HeteroStrategy[Any]:
         return _CLASSES[name](**{**given, **self.options.get(name, {})})
@@ -129,7 +128,7 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def goes_on_without_a_rank(self) -> bool:
-        chosen = self._chosen
+        chosen = self.chosen
         return chosen is not None and chosen.goes_on_without_a_rank()
 
     def begin(self, trainer: Trainer) -> NoReturn:
@@ -174,7 +173,7 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
                 module.cpu()
                 device_of(self.root_device).empty_cache()
             hand_over(trainer, self, engine)
-            self._chosen = engine
+            self.chosen = engine
             engine.setup_environment()
         engine.take_state({CHECKPOINT_KEY: self._state} if self._state else {})
         self._state = {}
