@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,38 +112,31 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
         self.policy = policy if isinstance(policy, Policy) else policy_by_name(policy, **given)
-        self.transport = transport
         model = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
         if not (model is None or callable(getattr(model, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
-        self.compression: CompressionName | None = compression
         self.server = ServerSettings(
             policy=self.policy, predictor=model, nonfinite=nonfinite,
-            liveness_s=real("liveness_s", liveness_s, above=True),
+            liveness_s=real("liveness_s", liveness_s, above=True), compression=compression, transport=transport,
         )  # fmt: skip
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self, self._invitation)
+        return StaleRun(trainer, self, self.server, self.same_on_all(), self._invitation)
 
     def same_on_all(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
         return {
             "policy": repr(self.policy.settings()),
             "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self.compression),
+            "compression": repr(self.server.compression),
             "loss_reduction": self.shared.loss_reduction,
-            "transport": self.transport,
+            "transport": self.server.transport,
             "nonfinite": self.server.nonfinite,
         }
-
-    @property
-    def patience(self) -> timedelta:
-        """How long to wait for others: the timeout, or torch's usual one."""
-        return self.timeout or timedelta(minutes=30)
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
