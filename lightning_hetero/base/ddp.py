@@ -14,6 +14,7 @@ from lightning_hetero.base.checks import check_averaging, check_choice, known_ar
 from lightning_hetero.base.refusals import is_sharded, shards_itself
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
+from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -81,6 +82,12 @@ class HeteroDDPStrategy(HeteroStrategy[Run], DDPStrategy):
                 f"{type(module).__name__} shards itself (fully_shard, device_mesh), and hetero_{self.engine} needs the"
                 " whole model on each rank: use strategy='hetero_sharded', which balances sharded models"
             ) from cause
+
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads also the distributed checkpoint of a sharded model, whole."""
+        if not written_last(checkpoint_path).is_file():
+            return super().read_checkpoint(checkpoint_path, *args, **kwargs)
+        return read_folder(checkpoint_path, kwargs.get("weights_only", args[0] if args else None))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
