@@ -85,8 +85,8 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
     refusals = replace(
         BalancingStrategy.refusals,
         whole="this callback copies or reshapes whole parameters, and here each rank has a part of each. To average"
-        " weights, keep {name: p.detach().clone() for name, p in module.named_parameters()} in a callback of your own:"
-        " parts are averaged as whole parameters are",
+        " weights, keep {name: p.detach().clone() for name, p in module.named_parameters()} in a callback: parts are"
+        " averaged as whole parameters are",
     )
     _unshard: Callable[[], None] = staticmethod(lambda: None)
 

@@ -228,7 +228,7 @@ def naming_full_disk(path: Any) -> Iterator[None]:
         cause: BaseException | None = _first_of(error)
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
-        if cause is None or cause.filename is not None:
+        if cause is None or cause.errno is None or cause.filename is not None:  # Lightning's have no number
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 

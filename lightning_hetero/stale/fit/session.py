@@ -31,7 +31,7 @@ from lightning_hetero.stale.runtime.messages import MetAtServer
 from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.link import Pulse
+from lightning_hetero.transport.pulse import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -191,20 +191,21 @@ class ByHand(models.Parts, models.Plain):
 
 
 AUTO = {"shard": "auto"}
+short = partial(Program, samples=200)
 SCHEDULED = partial(GradientAccumulationScheduler, {0: 1, 1: 2})
 PROGRAMS: dict[str, Program] = {
-    "reads": Program(Reads, callbacks=[Averages]),
-    "overridden": Program(Overridden, val=True, callbacks=[SCHEDULED, partial(EarlyStopping, "val")]),
-    "gathers": Program(Gathers, AUTO, {"num_sanity_val_steps": 2, "detect_anomaly": True}),
-    "accumulates": Program(Accumulates),
-    "hooked": Program(Hooked, callbacks=[Thaws]),
-    "method": Program(Method, AUTO, {"gradient_clip_val": 0.05}),
-    "in turns": Program(InTurns, AUTO),
-    "by hand": Program(ByHand, AUTO),
+    "reads": short(Reads, callbacks=[Averages]),
+    "overridden": short(Overridden, val=True, callbacks=[SCHEDULED, partial(EarlyStopping, "val")]),
+    "gathers": short(Gathers, AUTO, {"num_sanity_val_steps": 2, "detect_anomaly": True}),
+    "accumulates": short(Accumulates),
+    "hooked": short(Hooked, callbacks=[Thaws]),
+    "method": short(Method, AUTO, {"gradient_clip_val": 0.05}),
+    "in turns": short(InTurns, AUTO),
+    "by hand": short(ByHand, AUTO),
 }
 
 
-FOUR = {"norms": Program(GradientNorms, {"tensor_parallel_size": 2}, {"max_epochs": 1})}
+FOUR = {"norms": Program(GradientNorms, {"tensor_parallel_size": 2}, {"max_epochs": 1}, samples=128)}
 
 
 @cache
