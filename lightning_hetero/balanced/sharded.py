@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -116,7 +116,7 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
             policy=policy, rebalance=rebalance, exchange_every=exchange_every, stream=stream, batch_cost=batch_cost,
             sample_costs=sample_costs, global_batch_size=global_batch_size, batch_sampler=batch_sampler,
             loss_reduction=loss_reduction, batch_weight=batch_weight, own_data=own_data, monitor=monitor,
-            accelerator=accelerator, **stock,
+            accelerator=accelerator, **cast(Any, stock),
         )  # fmt: skip
         check_counts(data_parallel_size=None if data_parallel_size == "auto" else data_parallel_size)
         check_counts(tensor_parallel_size=None if tensor_parallel_size == "auto" else tensor_parallel_size)
