@@ -81,6 +81,10 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         accelerator: as in `DDPStrategy`; the Trainer sets it.
         **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
 
+    Attributes:
+        chosen: the engine; None before a fit, on one device, and in the process that has started those that train.
+        choice: what it was chosen from, and why; None before.
+
     Raises:
         ValueError: an argument is out of range; when a fit begins: no engine trains the module.
         TypeError: an unknown argument.
@@ -116,19 +120,14 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         self.choice: Choice | None = None
         of_all = {name: getattr(self.shared, name) for name in SharedSettings.__slots__}
         self._given: dict[str, Any] = {**of_all, "monitor": monitor, "accelerator": accelerator, **ddp}
-        self._chosen: HeteroStrategy[Any] | None = None
+        self.chosen: HeteroStrategy[Any] | None = None
         self._scenario: Scenario | None = None
         self._state: dict[str, Any] = {}  # of a checkpoint, until there is an engine to take it
         for name in names:
             self._made(name, {})  # whatever is wrong with the options is said at once
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._chosen is None else repr(self._chosen)
-
-    @property
-    def chosen(self) -> HeteroStrategy[Any] | None:
-        """The engine; None before a fit, on one device, and in the process that has started those that train."""
-        return self._chosen
+        return super().__repr__() if self.chosen is None else repr(self.chosen)
 
     def _made(self, name: ChosenName, given: Mapping[str, Any]) -> HeteroStrategy[Any]:
         given = {key: value for key, value in given.items() if name != "sharded" or key in _TO_SHARDED}
@@ -137,7 +136,7 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def goes_on_without_a_rank(self) -> bool:
-        chosen = self._chosen
+        chosen = self.chosen
         return chosen is not None and chosen.goes_on_without_a_rank()
 
     def begin(self, trainer: Trainer) -> NoReturn:
@@ -197,9 +196,9 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
 
     def _take(self, trainer: Trainer, choice: Choice) -> HeteroStrategy[Any]:
         (rank_zero_warn if choice.failed else rank_zero_info)(choice.line)
-        self.choice, self._chosen = choice, self._made(choice.engine, self._given)
-        hand_over(trainer, self, self._chosen)
-        return self._chosen
+        self.choice, self.chosen = choice, self._made(choice.engine, self._given)
+        hand_over(trainer, self, self.chosen)
+        return self.chosen
 
     def _refused(self, module: LightningModule) -> dict[str, str]:
         """Returns why engines do not train this module with these arguments; the same on all ranks."""

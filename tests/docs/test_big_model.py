@@ -1,4 +1,4 @@
-"""docs/how_to/big_model.md: its table is what its own arithmetic says, and what is whole of a sharded model is torch's."""
+"""docs/how_to/big_model.md: its table is what its own arithmetic says, and what a sharded model has whole is torch's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_table_is_the_arithmetic() -> None:
     assert len(table) == 3
     for named, *found in table:
         cards = [int(size) for size in named.split("+")]
-        said = (fits["ddp"](cards), fits["zero"](cards, cards), *(fits[k](cards) for k in ("zero", "sharded", "pipeline")))
+        said = fits["ddp"](cards), fits["zero"](cards, cards), *(fits[k](cards) for k in ("zero", "sharded", "pipeline"))
         assert found == [f"{value:.2f}" for value in said], named
 
 

@@ -10,13 +10,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy, ShardedBalancedStrategy
 from lightning_hetero.balanced.runtime.shard import is_sharded
 from tests.ranks.kit import FEATURES, Scripted, Weights, rank_trainer
 from tests.ranks.resume_kit import BATCH, Noting, Result, loader
 
-WIDTH, SAMPLES = 8, 96  # no tail: stock Lightning would repeat samples
+WIDTH, SAMPLES = 8, 64  # no tail: stock Lightning would repeat samples
 
 
 class Layers(Noting):
@@ -60,14 +61,20 @@ class Sharded(Layers):
 
     def configure_model(self) -> None:
         if not is_sharded(self):
-            mesh = self.device_mesh["data_parallel"]  # pyright: ignore[reportOptionalSubscript]
+            assert self.device_mesh is not None
+            mesh, across = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+            if across.size() > 1:
+                parallelize_module(self.net, across, {"2": ColwiseParallel(), "4": RowwiseParallel()})
             for layer in [m for m in self.net if isinstance(m, nn.Linear)][1:3]:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
 
 
 def strategy(name: str, world: int, **given: Any) -> Any:
-    """Returns a strategy by the words of a test: ``"whole"`` and ``"folder"`` are ours over shards."""
+    """Returns a strategy by the words of a test.
+
+    Ours over shards are ``"whole"`` and ``"folder"``, and with two ranks that share each part ``"tp-..."``.
+    """
     if world == 1 and name == "one":
         return "auto"
     if name in ("stock-whole", "stock-folder"):
@@ -79,9 +86,11 @@ def strategy(name: str, world: int, **given: Any) -> Any:
     if name == "stale":
         return BoundedStalenessStrategy(policy="bsp", **ours)
     ours = {"policy": Scripted(), "exchange_every": 1, **ours}
+    if name.startswith("tp-"):
+        ours["tensor_parallel_size"] = 2
     if name == "balanced":
         return LoadBalancedStrategy(**ours)
-    return ShardedBalancedStrategy(save_distributed_checkpoint=name == "folder", **ours)
+    return ShardedBalancedStrategy(save_distributed_checkpoint=name.endswith("folder"), **ours)
 
 
 def whole(module: nn.Module) -> Weights:

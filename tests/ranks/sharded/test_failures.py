@@ -45,13 +45,14 @@ class Failing(Sharded):
         if batch_idx == 3 and self.place == "raises":
             raise ValueError(CAUSE)
         if batch_idx == 3 and self.place == "saving":
-            write = FileSystemWriter.write_data
+            writer: Any = FileSystemWriter
+            write = writer.write_data
 
             def written(*args: Any) -> Any:
                 write(*args)
                 die()
 
-            FileSystemWriter.write_data = written
+            writer.write_data = written
         return super().training_step(batch, batch_idx)
 
 
