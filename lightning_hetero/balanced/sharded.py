@@ -178,8 +178,8 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
             check_synchronised(self._run.module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is not None:
-            self._run.probe.start()  # the module itself may not be called, but what it shards
+        if isinstance(self._run, ShardedRun):
+            self._run.step_begins()
         return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
@@ -62,6 +61,7 @@ class ShardedRecovery(Recovery):
 
     def _any(self, *flags: bool) -> list[bool]:
         """Returns which flags some rank has set; a collective."""
+        self._passes.agree(-1)
         with self._paused():
             rows = self._channel.all_gather_row([float(flag) for flag in flags])()
         return [any(column) for column in zip(*rows, strict=True)]
@@ -110,9 +110,7 @@ class ShardedRecovery(Recovery):
             raise error
         self._pieces.check(step, error, self._count(step) if size is None else size)
         why, trained = self._passes.why_not(), self._trained()
-        if not all(isinstance(p, DTensor) for p in trained):
-            why = "a parameter outside of fully_shard has a gradient of this rank only"
-        elif any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
             why = "a hook on a parameter takes the gradient of each pass for the whole one"
         elif in_reduction(error):
             why = "it ran out while reduced gradients were handed over"

@@ -203,13 +203,6 @@ class TalksLater(Talks):
     first = False
 
 
-class Partly(Sharded):
-    """One layer of it is nobody's shard."""
-
-    def shard(self, mesh: Any) -> None:
-        fully_shard(self.net[2], mesh=mesh)
-
-
 class Kept(Sharded):
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -232,7 +225,6 @@ INCURABLE: Mapping[str, tuple[Any, str, int, str]] = {
     "talked before": (Talks, "forward", 4, "training_step had already communicated with the other ranks"),
     "talks behind": (TalksLater, "forward", 4, "training_step communicates with the other ranks"),
     "talks in pieces": (TalksLater, "backward", 4, "once per piece on this rank and once on the others"),
-    "partly": (Partly, "forward", 4, "a parameter outside of fully_shard"),
     "kept": (Kept, "forward", 4, "set_reshard_after_backward(False)"),
     "no way to cut": (Whole, "forward", 4, "it is not known which dimension is that of the samples"),
 }
