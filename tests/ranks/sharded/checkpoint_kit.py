@@ -12,7 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy, ShardedBalancedStrategy
+from lightning_hetero import (
+    BoundedStalenessStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+    ShardedBalancedStrategy,
+)
 from lightning_hetero.balanced.runtime.shard import is_sharded
 from tests.ranks.kit import FEATURES, Scripted, Weights, rank_trainer
 from tests.ranks.resume_kit import BATCH, Noting, Result, loader
@@ -39,9 +44,8 @@ class Layers(Noting):
             for p in self.net.parameters():
                 p.copy_(torch.randn(p.shape, generator=g, dtype=p.dtype) * 0.3)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.count += 1
-        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         named = list(self.net.named_parameters())[:: -1 if self.optimizer == "odd" else 1]
@@ -50,6 +54,8 @@ class Layers(Noting):
             {"params": first, "lr": 3e-2},
             {"params": [p for name, p in named if not name.endswith("bias")]},
         ]
+        if unused := [p for name, p in self.named_parameters() if name.startswith("unused")]:
+            groups.append({"params": unused})
         kind = torch.optim.SGD if self.optimizer == "sgd" else torch.optim.AdamW
         optimizer = kind(groups, lr=1e-2, weight_decay=1e-2)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
@@ -85,6 +91,8 @@ def strategy(name: str, world: int, **given: Any) -> Any:
     ours = {"monitor": False, "process_group_backend": "gloo", "global_batch_size": BATCH, **given}
     if name == "stale":
         return BoundedStalenessStrategy(policy="bsp", **ours)
+    if name == "pipeline":
+        return HeteroPipelineStrategy(backbone="net", **ours)
     ours = {"policy": Scripted(), "exchange_every": 1, **ours}
     if name.startswith("tp-"):
         ours["tensor_parallel_size"] = 2

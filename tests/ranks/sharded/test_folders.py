@@ -13,6 +13,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_hetero.base.checks import naming_damage
 from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
@@ -25,9 +26,20 @@ pytestmark = pytest.mark.ranks
 
 
 class Checked(Sharded):
-    """Raises in a step, of all ranks or of one, and validates."""
+    """Has a layer that the optimizer knows and no step needs; may raise in a step."""
 
     raises_at = -1
+
+    def __init__(self) -> None:
+        super().__init__("odd")
+        torch.manual_seed(3)
+        self.unused = torch.nn.Linear(2, 2).double()
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.device_mesh is not None
+        if not isinstance(self.unused, FSDPModule):
+            fully_shard(self.unused, mesh=self.device_mesh["data_parallel"])
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
