@@ -142,8 +142,8 @@ class Setup:
             return 0.0, 0.0
         parts, (before, *layers, head) = self.model.parts, (p.param_bytes for p in self.model.parts)
         state = math.fsum(p.state_bytes for p in parts)
-        if sharded:  # what is around the layers stays gathered for a step; of the layers, one and the next
-            state = state / self.ranks + before + head + math.fsum(sorted(layers)[-2:])
+        if sharded:  # what is around the layers stays gathered for a step; of two layers parameters and gradients
+            state = state / self.ranks + before + head + 2.0 * math.fsum(sorted(layers)[-2:])
         return state, math.fsum(p.activation_bytes for p in parts)
 
 
