@@ -59,11 +59,6 @@ def trainer_callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def stop_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
-    """Stops the loop's broadcast before every batch, which would make all ranks wait for each other; returns undo."""
-    return replace_methods(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
-
-
 def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]) -> Callable[[], None]:
     """Makes another exchange replace the loop's broadcast before every batch; returns undo.
 

@@ -18,6 +18,7 @@ from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from torchmetrics import Metric
 
 def log_interval(trainer: Trainer) -> int:
     """``log_every_n_steps``; public, set by a connector."""
@@ -191,12 +192,9 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
     ``metric_state`` is public, the update counter and the cached value are not. What was updated meanwhile computes
     again: ranks whose updates stay have no cached value, and gather.
     """
-    from torchmetrics import Metric
-
     saved = [
         (m, {k: _copied(v) for k, v in m.metric_state.items()}, m._update_count, m._computed)
-        for m in module.modules()
-        if isinstance(m, Metric)
+        for m in metrics_of(module)
     ]
 
     def put_back() -> None:
@@ -209,7 +207,7 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def metrics_of(module: nn.Module) -> list[nn.Module]:
+def metrics_of(module: nn.Module) -> list[Metric]:
     """Returns the module's torchmetrics."""
     from torchmetrics import Metric
 

@@ -318,36 +318,21 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return self._place.evaluation.run(name, args, kwargs, last=last)
 
     def on_test_start(self) -> None:
-        super().on_test_start()
         if self._place is not None:
             self._place.refuse_changed()
 
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        if self._place is not None:
-            self._place.refuse_changed()
-
-    def _finish_evaluation(self) -> None:
-        if self._place is not None:
-            self._place.evaluation.finish()
-
-    def on_validation_end(self) -> None:
-        self._finish_evaluation()
-        super().on_validation_end()
-
-    def on_test_end(self) -> None:
-        self._finish_evaluation()
-        super().on_test_end()
-
-    def on_predict_end(self) -> None:
-        self._finish_evaluation()
-        super().on_predict_end()
+    on_predict_start = on_test_start
 
     def on_validation_start(self) -> None:
-        super().on_validation_start()
         if self._place is not None:
             self._place.refuse_changed()
             self._place.share_buffers()
+
+    def on_validation_end(self) -> None:
+        if self._place is not None:
+            self._place.evaluation.finish()
+
+    on_test_end = on_predict_end = on_validation_end
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact. (What steps log is the same on all ranks already.)"""

@@ -16,7 +16,7 @@ from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState, is_local, load_mapped, save_streamed
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_together
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import together
 
 
 class WholeCheckpointsDDP(HeteroDDPStrategy[PipelineRun]):
@@ -142,8 +142,9 @@ def _complete(checkpoint: dict[str, Any], whole: WholeState) -> None:
     slots = {path: slot for path, *slot in _slots(checkpoint, "")}
     found = whole.collect_apart({path: box[key] for path, (box, key) in slots.items()})
     fixed = [path for path in found if isinstance(slots[path][0], tuple)]
-    problem = ValueError(f"the checkpoint's {fixed[0]} is in a tuple: use a list") if fixed else None
-    raise_together(problem, whole.group)
+    with together(whole.group):
+        if fixed:
+            raise ValueError(f"the checkpoint's {fixed[0]} is in a tuple: use a list")
     for path, tensor in found.items():
         box, key = slots[path]
         box[key] = tensor

@@ -30,7 +30,8 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
 from lightning_hetero.pipeline.runtime.step.attributes import Path as AttributePath
 from lightning_hetero.transport.alone import run_alone
 
-_ACTS: ContextVar[tuple[int, str] | None] = ContextVar("acts", default=None)  # each suspended step has its own context
+# For whom which step runs; each suspended step has its own context.
+_ACTS: ContextVar[tuple[int | None, str | None]] = ContextVar("acts", default=(None, None))
 
 
 @contextmanager
@@ -57,14 +58,12 @@ def acting_as(rank: int, step: str) -> Iterator[None]:
 
 def acting_rank() -> int | None:
     """Returns the rank for which a step runs here; None: none does."""
-    acts = _ACTS.get()
-    return None if acts is None else acts[0]
+    return _ACTS.get()[0]
 
 
 def acting_step() -> str | None:
     """Returns the name of the step that runs here; None: none does."""
-    acts = _ACTS.get()
-    return None if acts is None else acts[1]
+    return _ACTS.get()[1]
 
 
 def leader_runs(step: str) -> AbstractContextManager[None]:

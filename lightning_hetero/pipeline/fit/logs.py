@@ -121,9 +121,8 @@ class StepLogs:
         self._stop_diverting: Callable[[], None] = lambda: None
         self._watched: dict[int, tuple[Metric, Callable[[], None]]] = {}
         self._computed: list[Metric] = []  # since the last step
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                self._watch(metric)
+        for metric in compat.metrics_of(module):
+            self._watch(metric)
 
     # ---- collecting ------------------------------------------------------------------------------------------------
 

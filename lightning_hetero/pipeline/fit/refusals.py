@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.pipeline.fit.leader_step import acting_step
-from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
+from lightning_hetero.pipeline.runtime.ownership.by_parameter import treats_each_by_itself
 from lightning_hetero.pipeline.runtime.ownership.changes import ModuleChange
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
@@ -122,28 +122,19 @@ def refuse_change(
         raise RuntimeError(f"{names} were changed, but not in the copy in which a callback averages weights")
 
 
-SECOND_PASS = (
-    "in a pipeline a batch goes through the layers once per optimizer step. Use an optimizer with one pass, or"
-    " strategy='hetero_balanced'"
-)
-
-
 def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Backbone) -> None:
     """Checks that each parameter can be stepped where it is, under any plan that divides the layers.
 
     Raises:
-        TypeError: an optimizer's step of one parameter depends on others' gradients, or it computes the loss again.
+        TypeError: an optimizer's step of one parameter depends on others' gradients.
     """
     if isinstance(backbone, Undivided):
         return
     for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if (passes := passes_per_step(optimizer)) > 1:
-            raise TypeError(f"{name}.step calls its closure {passes} times, but {SECOND_PASS}")
         if not treats_each_by_itself(optimizer):
             raise TypeError(
-                f"{name}.step of one parameter depends on the gradients of others, such as by a norm over all of them,"
-                " and in a pipeline each rank has those of its own layers only. Use an optimizer that treats each"
+                f"{type(optimizer).__name__}.step of one parameter depends on the gradients of others, such as by a norm"
+                " over all of them, and in a pipeline each rank has those of its own layers only. Use an optimizer that treats each"
                 " parameter separately (gradient_clip_val clips by the norm of the whole model), or"
                 " strategy='hetero_balanced'"
             )

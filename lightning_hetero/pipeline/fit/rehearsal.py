@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
@@ -234,7 +233,7 @@ def nobody_notices(
         snapshot = Snapshot([module, *compat.trainer_callbacks(trainer)], data=data, shared=shared, leave=leave)
         stack.callback(device_of(device).empty_cache)  # other processes on it may have what measuring took
         stack.callback(snapshot.put_back)
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+        for metric in compat.metrics_of(module):
             local = compat.combine_metric_with(
                 metric, lambda state: [state], inside=lambda: True, computed=lambda _: None
             )

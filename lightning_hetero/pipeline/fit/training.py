@@ -29,7 +29,6 @@ from lightning_hetero.pipeline.fit.gradients import GradientsAside
 from lightning_hetero.pipeline.fit.leader_step import KeptBySteps, MemberOutputs, acting_as, same_settings
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.planning import declared_calls
-from lightning_hetero.pipeline.fit.refusals import SECOND_PASS
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
@@ -99,7 +98,11 @@ class TrainBatches:
             args, kwargs: further arguments of ``training_step``.
         """
         if self._last is not None and self._last[0] is self.part:
-            raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {SECOND_PASS}")
+            raise TypeError(
+                "optimizer_step, or the optimizer, calls its closure a second time, but in a pipeline a batch goes"
+                " through the layers once per optimizer step. Use an optimizer with one pass, or"
+                " strategy='hetero_balanced'"
+            )
         self.in_step, self._place.held.in_between = True, False
         try:
             return self._train(batch, args, kwargs)

@@ -176,7 +176,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
-        self.undo.callback(compat.stop_sigterm_broadcast(trainer))
+        self.undo.callback(compat.replace_sigterm_broadcast(trainer, lambda _: False))
         self.undo.callback(compat.watch_epoch_values(trainer, self._parts.logged))
         self.undo.callback(normalise_single_samples())
         self.undo.callback(guard_groups())

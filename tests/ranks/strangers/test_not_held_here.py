@@ -524,7 +524,7 @@ REFUSED: dict[str, tuple[Callable[[], Toy], str, Callable[[], list[Callback]]]] 
     "features": (Features, "forward hook .* of net.3 returns nothing", list),
     "features for now": (FeaturesForNow, "of net.3 is registered inside of a step", list),
     "kept by a layer": (Auxiliary, "net.2 keeps a tensor .*'aux_loss'", list),
-    "two passes": (lambda: Optimized(Sharp), "Sharp.step calls its closure 2 times", list),
+    "two passes": (lambda: Optimized(Sharp), "closure a second time", list),
     "mixes gradients": (lambda: Optimized(Clipping), "Clipping.step of one parameter depends", list),
     "two steps": (TwoSteps, "closure a second time", list),
     "norm on rank 0": (NormOnZero, r"rank 0 asks for it, and rank\(s\) \[1\] did not", list),

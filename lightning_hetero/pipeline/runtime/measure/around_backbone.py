@@ -215,16 +215,17 @@ class _Bench:
     def _run(self, samples: int, body: Callable[[], Any], carrier: Carrier) -> _Seen:
         step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, samples))
         calls: list[BackboneCall] = []
-        forward, backward = _Spans(self.timer), _Spans(self.timer)  # before, then behind each call; the way back
+        forward: list[tuple[Any, Any]] = []  # before, then behind each call
+        backward: list[tuple[Any, Any]] = []
         kept = Kept(self.parameters)
         try:
             with self.cut, kept:
-                outcome = forward.timed(step.start)
+                outcome = self._timed(forward, step.start)
                 before_bytes = kept.size_bytes()
                 while isinstance(outcome, Suspended):
                     calls.append(outcome.value)
                     reply = calls[-1].reply(_through(self.layers, calls[-1], self.timer.device))
-                    outcome = forward.timed(step.resume, reply)
+                    outcome = self._timed(forward, step.resume, reply)
         finally:
             step.close()
         route, message = (calls[0].route, detached(calls[0].value)) if calls else (PLAIN, None)
@@ -232,37 +233,26 @@ class _Bench:
         head_bytes = kept.size_bytes() - before_bytes
         retain, *retains = graphs_to_retain(loss, calls)
         if loss.requires_grad:
-            backward.timed(loss.sum().backward, retain_graph=retain)
+            self._timed(backward, loss.sum().backward, retain_graph=retain)
         for call, keep in zip(reversed(calls), retains, strict=True):
             if call.grad_enabled:
                 call.output_grads()
                 grads = [torch.zeros_like(t) if t.requires_grad else None for t in call.inputs]
-                backward.timed(call.backward, grads, retain_graph=keep)
-        before_s, *behind_s = forward.seconds()
-        *back_s, last_s = backward.seconds() or [0.0]
+                self._timed(backward, call.backward, grads, retain_graph=keep)
+        before_s, *behind_s = [self.timer.seconds(*span) for span in forward]
+        *back_s, last_s = [self.timer.seconds(*span) for span in backward] or [0.0]
         if calls and calls[0].grad_enabled:  # the last way back leads through what is before the backbone
             times = before_s, last_s, sum(behind_s), sum(back_s)
         else:
             times = before_s, 0.0, sum(behind_s), sum(back_s) + last_s
         return _Seen(samples, times, (before_bytes, head_bytes), route, message, len(calls))
 
-
-class _Spans:
-    """Times of several calls, read when all are made."""
-
-    def __init__(self, timer: Timer) -> None:
-        self._timer = timer
-        self._spans: list[tuple[Any, Any]] = []
-
-    def timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a function returns, and takes its time."""
-        start = self._timer.mark()
+    def _timed(self, spans: list[tuple[Any, Any]], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a function returns, and adds when it began and ended: read when all calls are made."""
+        start = self.timer.mark()
         found = function(*args, **kwargs)
-        self._spans.append((start, self._timer.mark()))
+        spans.append((start, self.timer.mark()))
         return found
-
-    def seconds(self) -> list[float]:
-        return [self._timer.seconds(*span) for span in self._spans]
 
 
 def _through(layers: Sequence[nn.Module], call: BackboneCall, device: torch.device) -> Any:

@@ -28,18 +28,10 @@ def treats_each_by_itself(optimizer: Optimizer) -> bool:
     groups = optimizer.param_groups[:_MOST]
     first = [sum(len(g["params"][:_MOST]) for g in groups[:i]) for i in range(len(groups))]
     try:
-        plain, _ = _tried(optimizer, None)
-        return all(torch.equal(plain[i], _tried(optimizer, i)[0][i]) for i in first if i < len(plain))
+        plain = _tried(optimizer, None)
+        return all(torch.equal(plain[i], _tried(optimizer, i)[i]) for i in first if i < len(plain))
     except Exception:
         return True
-
-
-def passes_per_step(optimizer: Optimizer) -> int:
-    """Returns how often a step calls its closure; 1 if it cannot be tried."""
-    try:
-        return _tried(optimizer, None)[1]
-    except Exception:
-        return 1
 
 
 def copies_per_group(optimizer: Optimizer) -> list[int]:
@@ -48,7 +40,7 @@ def copies_per_group(optimizer: Optimizer) -> list[int]:
     From its state, if there is one, else from a step that is tried; twice, as for Adam, where it cannot be.
     """
     try:
-        known = optimizer if optimizer.state else _stepped(optimizer, None)[0]
+        known = optimizer if optimizer.state else _stepped(optimizer, None)
     except Exception:
         return [2] * len(optimizer.param_groups)
 
@@ -59,14 +51,14 @@ def copies_per_group(optimizer: Optimizer) -> list[int]:
     return [max(map(kept, group["params"]), default=0) for group in known.param_groups]
 
 
-def _tried(optimizer: Optimizer, alone: int | None) -> tuple[list[Tensor], int]:
-    """Returns a copy's parameters after some steps, and its passes per step; see `_stepped`."""
-    twin, passes = _stepped(optimizer, alone)
-    return [toy.detach() for group in twin.param_groups[:_MOST] for toy in group["params"]], passes
+def _tried(optimizer: Optimizer, alone: int | None) -> list[Tensor]:
+    """Returns a copy's parameters after some steps, see `_stepped`."""
+    twin = _stepped(optimizer, alone)
+    return [toy.detach() for group in twin.param_groups[:_MOST] for toy in group["params"]]
 
 
-def _stepped(optimizer: Optimizer, alone: int | None) -> tuple[Optimizer, int]:
-    """Returns a copy after some steps, and how often each called its closure.
+def _stepped(optimizer: Optimizer, alone: int | None) -> Optimizer:
+    """Returns a copy after some steps.
 
     Args:
         optimizer: of which a copy is stepped.
@@ -78,11 +70,8 @@ def _stepped(optimizer: Optimizer, alone: int | None) -> tuple[Optimizer, int]:
     gradients = [torch.randn(p.shape, generator=source, dtype=torch.float64).to(p.dtype) for p in toys]
     if alone is not None:
         gradients = [g if i == alone else 3 * g for i, g in enumerate(gradients)]
-    passes = 0
 
     def closure() -> Tensor:
-        nonlocal passes
-        passes += 1
         for toy, gradient in zip(toys, gradients, strict=True):
             toy.grad = gradient.clone()
         return torch.ones(())
@@ -92,7 +81,7 @@ def _stepped(optimizer: Optimizer, alone: int | None) -> tuple[Optimizer, int]:
         torch.manual_seed(1)
         for _ in range(_STEPS):
             step(twin, closure)
-    return twin, round(passes / _STEPS)
+    return twin
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:

@@ -86,32 +86,23 @@ def _destroy(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def raise_together(
-    problem: Exception | None, group: dist.ProcessGroup, *, wait: Wait = dist.Work.wait,
-    error: type[RuntimeError] = RuntimeError,
-) -> None:  # fmt: skip
-    """Raises on all ranks if there is a ``problem`` on some rank; collective.
-
-    Raises:
-        RuntimeError: or the ``error`` given; names the ranks and what each said; where the problem is, it is the cause.
-    """
-    own = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(own, group, wait)) if text]
-    if said:
-        raise error("; ".join(said)) from problem
-
-
 @contextlib.contextmanager
 def together(
     group: dist.ProcessGroup, *, wait: Wait = dist.Work.wait, error: type[RuntimeError] = RuntimeError
 ) -> Iterator[None]:
-    """What is inside succeeds on all ranks, or is an error on all of them, see `raise_together`; collective."""
+    """What is inside succeeds on all ranks, or is an error on all of them; collective.
+
+    Raises:
+        RuntimeError: or the ``error`` given; names the ranks and what each said; where the problem is, it is the cause.
+    """
     problem: Exception | None = None
     try:
         yield
     except Exception as caught:
         problem = caught
-    raise_together(problem, group, wait=wait, error=error)
+    own = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    if said := [f"rank {rank}: {text}" for rank, text in enumerate(gathered(own, group, wait)) if text]:
+        raise error("; ".join(said)) from problem
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
