@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_hetero.measure.device import device_of, save_generator, save_random_states
+from lightning_hetero.measure.device import device_of, nothing_drawn, save_generator
 
 
 def announce_epoch(source: object, epoch: int) -> None:
@@ -78,11 +78,8 @@ def undrawn(sampler: object, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    put_back = save_random_states(device_of("cpu"))
-    try:
+    with nothing_drawn(device_of("cpu")):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
-    finally:
-        put_back()

@@ -7,7 +7,8 @@ see `lightning_hetero.measure.kinds`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -80,6 +81,20 @@ def save_random_states(device: HostDevice) -> Callable[[], None]:
         device.set_random_state(on_device)
 
     return put_back
+
+
+@contextmanager
+def nothing_drawn(device: HostDevice | None = None) -> Iterator[None]:
+    """Inside, random numbers are drawn without effect on later ones: from torch (CPU, device), `random` and NumPy.
+
+    Args:
+        device: None: the current one of an accelerator that is in use.
+    """
+    put_back = save_random_states(device_in_use() if device is None else device)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def save_generator(generator: Any, at: Any) -> Callable[[], Any] | None:

@@ -60,19 +60,19 @@ def _queue_callback(callback: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
 
 
-def _needing_gradient(value: Any) -> Iterator[Tensor]:
+def needing_gradient(value: Any) -> Iterator[Tensor]:
     """Returns the tensors in arguments or outputs of a module whose gradients will be computed."""
     for leaf in tree_leaves(value) if torch.is_grad_enabled() else ():
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _needing_gradient([getattr(leaf, field.name) for field in fields(leaf)])
+            yield from needing_gradient([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _viewed(value: Any, hook: Callable[[Any], None]) -> Any:
-    """Returns ``value`` with views of `_needing_gradient`, before whose backward the hook runs; itself if none does."""
-    if not any(True for _ in _needing_gradient(value)):
+    """Returns ``value`` with views of `needing_gradient`, before whose backward the hook runs; itself if none does."""
+    if not any(True for _ in needing_gradient(value)):
         return value
     if isinstance(value, Tensor):
         view = value.view_as(value)
@@ -250,8 +250,8 @@ class StepProbe:
         if not self._running:
             return self.start()  # where nobody calls the whole module, as under Lightning's `ModelParallelStrategy`
         self.resume()
-        inputs = list(_needing_gradient((args, kwargs)))
-        for out in (_needing_gradient(output) if output else inputs) if inputs else ():
+        inputs = list(needing_gradient((args, kwargs)))
+        for out in (needing_gradient(output) if output else inputs) if inputs else ():
             out.register_hook(lambda grad: self.pause())
 
     def _will_gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -262,8 +262,8 @@ class StepProbe:
         """
         if not self._running:
             return
-        passed_on = {id(tensor) for tensor in _needing_gradient((args, kwargs))}
-        for out in _needing_gradient(output):
+        passed_on = {id(tensor) for tensor in needing_gradient((args, kwargs))}
+        for out in needing_gradient(output):
             if out.grad_fn is not None and id(out) not in passed_on:
                 self._pause_in_backward(out, out.grad_fn)
 

@@ -133,9 +133,9 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Bac
     for optimizer in optimizers:
         if not treats_each_by_itself(optimizer):
             raise TypeError(
-                f"{type(optimizer).__name__}.step of one parameter depends on the gradients of others, such as by a norm"
-                " over all of them, and in a pipeline each rank has those of its own layers only. Use an optimizer that treats each"
-                " parameter separately (gradient_clip_val clips by the norm of the whole model), or"
+                f"{type(optimizer).__name__}.step of one parameter depends on the gradients of others, such as by a"
+                " norm over all of them, and in a pipeline each rank has those of its own layers only. Use an optimizer"
+                " that treats each parameter separately (gradient_clip_val clips by the norm of the whole model), or"
                 " strategy='hetero_balanced'"
             )
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
-from lightning_hetero.measure.device import device_of, is_out_of_memory
+from lightning_hetero.measure.device import device_of, is_out_of_memory, nothing_drawn
 from lightning_hetero.pipeline.fit.leader_step import add_hint, leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside, measure_whole
 from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
@@ -26,7 +26,6 @@ from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import move_but, state_copies
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import ModelCost
@@ -238,7 +237,7 @@ def nobody_notices(
                 metric, lambda state: [state], inside=lambda: True, computed=lambda _: None
             )
             stack.callback(local)
-        stack.enter_context(nothing_drawn(device))
+        stack.enter_context(nothing_drawn(device_of(device)))
         stack.enter_context(compat.unlogged(module))
         stack.enter_context(leader_runs("training_step"))
         yield

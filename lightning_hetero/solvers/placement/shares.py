@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_hetero.solvers.minimax import deal
-from lightning_hetero.solvers.placement.pipe_cost import PipeCost
+from lightning_hetero.solvers.placement.pipes import PipeCost
 
 _CLOSE = 1e-12
 _MOST_TURNS = 200

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetero.measure.device import nothing_drawn
 from lightning_hetero.pipeline.runtime.step import torch_state as ambient
-from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn, seed_streams, stream_seed
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep
 from tests.ranks.pipeline.resumable_kit import begun, suspend, whole
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetero.measure.device import nothing_drawn
 from lightning_hetero.pipeline.runtime.execute.messages import Pass
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import GraphInput
-from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, nothing_drawn, seed_streams, stream_seed
+from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, seed_streams, stream_seed
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
 from lightning_hetero.pipeline.runtime.step.torch_state import Switches, enabled_autocast
 

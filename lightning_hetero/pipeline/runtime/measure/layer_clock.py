@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.measure.device import Stamp, device_of
+from lightning_hetero.measure.step_clock import needing_gradient
 
 _Span = tuple[Stamp, Stamp]
 
@@ -40,7 +41,7 @@ class LayerClock:
         Args:
             inputs: what the first layer is called with, where the backward pass goes on to what computed them.
         """
-        tensor = _with_gradient(inputs)
+        tensor = next(needing_gradient(inputs), None)
         if tensor is not None and not tensor.is_leaf:
             tensor.register_hook(lambda _: self.is_back())
         self._since = self._now()
@@ -48,7 +49,7 @@ class LayerClock:
     def returned(self, index: int, output: Any) -> None:
         """A layer has returned its output; its gradient is waited for."""
         self._forward[index].append((self._since, self._now()))
-        tensor = _with_gradient(output)
+        tensor = next(needing_gradient(output), None)
         if tensor is not None:
             tensor.register_hook(partial(self._back, index))
         self._since = self._now()
@@ -87,11 +88,3 @@ def _total(spans: list[_Span]) -> float:
         return 0.0
     spans[-1][1].wait()  # the others are before it
     return median([start.seconds_until(end) for start, end in spans]) * len(spans)
-
-
-def _with_gradient(output: Any) -> Tensor | None:
-    """Returns the first tensor that a gradient comes to."""
-    if isinstance(output, Tensor):
-        return output if output.requires_grad else None
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return next((tensor for part in parts if (tensor := _with_gradient(part)) is not None), None)

@@ -67,11 +67,11 @@ def profile_on_device(
         torch.OutOfMemoryError: a layer does not fit with the largest micro-batch.
         RuntimeError: a layer fails; the message names it.
     """
-    timer, known = Timer(device), dict[tuple[str, int], Times]()
+    timer, known, sizes = Timer(device), dict[tuple[str, int], Times](), sorted(examples)
     walks = [_Walk(n, value, RoutedCall(route, layers, call)) for n, (route, value) in sorted(examples.items())]
     with torch.inference_mode(False), torch.enable_grad():
         costs = [
-            _cost(name, layer, [walk.through(name, layer, timer, known) for walk in walks], copies)
+            _cost(name, layer, sizes, [walk.through(name, layer, timer, known) for walk in walks], copies)
             for name, layer in zip(names, layers, strict=True)
         ]
     return ModelCost(layers=tuple(costs), before=before, head=head)
@@ -95,14 +95,6 @@ class Observed(NamedTuple):
     gradients: list[Tensor | None]
 
 
-class _Measured(NamedTuple):
-    """One layer at one size."""
-
-    samples: int
-    times: Times
-    seen: Observed
-
-
 @dataclass(slots=True)
 class _Walk:
     """An example of one size on its way through the layers.
@@ -119,7 +111,9 @@ class _Walk:
     call: Call
     held: list[Tensor] = field(default_factory=list)
 
-    def through(self, name: str, layer: nn.Module, timer: Timer, known: dict[tuple[str, int], Times]) -> _Measured:
+    def through(
+        self, name: str, layer: nn.Module, timer: Timer, known: dict[tuple[str, int], Times]
+    ) -> tuple[Times, Observed]:
         """Measures the next layer, and takes the example through it.
 
         Args:
@@ -141,7 +135,7 @@ class _Walk:
         except Exception as error:
             raise RuntimeError(f"layer {name!r} fails with {self.samples} samples: {error}") from error
         self.value, self.held = seen.value, seen.held
-        return _Measured(self.samples, known[kind], seen)
+        return known[kind], seen
 
     def _time(self, layer: nn.Module, gradients: Sequence[Tensor | None], timer: Timer) -> Times:
         """Returns the medians of forward and backward [s].
@@ -191,13 +185,16 @@ def observe(layer: nn.Module, value: Any, call: Call, held: Sequence[Tensor]) ->
     return Observed(handed_on, still_held, new_bytes, tensor_bytes(outputs), gradients)
 
 
-def _cost(name: str, layer: nn.Module, measured: Sequence[_Measured], copies: Mapping[int, int]) -> LayerCost:
-    sizes, last = [m.samples for m in measured], measured[-1]
-    forward, backward = (fit_affine(sizes, [m.times[i] for m in measured]) for i in (0, 1))
+def _cost(
+    name: str, layer: nn.Module, sizes: Sequence[int], measured: Sequence[tuple[Times, Observed]],
+    copies: Mapping[int, int],
+) -> LayerCost:  # fmt: skip
+    forward, backward = (fit_affine(sizes, [times[i] for times, _ in measured]) for i in (0, 1))
+    largest, (_, seen) = sizes[-1], measured[-1]
     return LayerCost(
         name=name, forward=forward, backward=backward, param_bytes=trained_bytes(layer),
-        state_bytes=state_bytes(layer, copies), activation_bytes=last.seen.kept_bytes / last.samples,
-        output_bytes=last.seen.output_bytes / last.samples,
+        state_bytes=state_bytes(layer, copies), activation_bytes=seen.kept_bytes / largest,
+        output_bytes=seen.output_bytes / largest,
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from lightning_hetero.pipeline.runtime.ownership.owner_groups import together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.objects import gathered, packed, receive, send
 from lightning_hetero.transport.whole_files import whole_file
-
-K = TypeVar("K", bound=Hashable)
 
 
 class OnRankZero(dict[Any, Any]):
@@ -165,8 +163,8 @@ class WholeState:
     # ---- from the owners to rank 0 -----------------------------------------------------------------------------
 
     def _collect(
-        self, make: Callable[[], Mapping[K, Any]], source: Callable[[K], int], certain: Container[K]
-    ) -> dict[K, Any]:
+        self, make: Callable[[], Mapping[Any, Any]], source: Callable[[Any], int], certain: Container[Any]
+    ) -> dict[Any, Any]:
         """Returns all ranks' parts of a mapping as one, on rank 0; it keeps what ``make`` returned there besides.
 
         Args:
@@ -176,8 +174,8 @@ class WholeState:
         """
         rank, ranks = self._ownership.rank, self._ownership.groups[0]
         senders = [r for r in ranks if r != 0]
-        whole: dict[K, Any] = {}
-        mine: dict[K, Any] = {}
+        whole: dict[Any, Any] = {}
+        mine: dict[Any, Any] = {}
         data: Tensor | None = None
         with together(self.group):
             made = make()
@@ -214,7 +212,7 @@ def _alone(leaf: Any) -> Any:
     return leaf if leaf.untyped_storage().nbytes() == leaf.nbytes else leaf.clone()
 
 
-def _on_host(values: dict[K, Any]) -> dict[K, Any]:
+def _on_host(values: dict[Any, Any]) -> dict[Any, Any]:
     """Returns values with their tensors on the CPU; what was one tensor under two keys is one there."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 

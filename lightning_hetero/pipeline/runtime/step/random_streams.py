@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from lightning_hetero.measure.device import device_in_use, device_of, save_random_states
+from lightning_hetero.measure.device import device_in_use
 
 
 def stream_seed(seed: int, *numbers: int) -> int:
@@ -68,17 +66,3 @@ def seed_streams(seed: int) -> None:
     device_in_use().seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)  # noqa: NPY002 (the global stream is what users draw from)
-
-
-@contextmanager
-def nothing_drawn(device: torch.device | None = None) -> Iterator[None]:
-    """Inside, random numbers are drawn without effect on later ones: from torch (CPU, device), `random` and NumPy.
-
-    Args:
-        device: one; None: that in use.
-    """
-    put_back = save_random_states(device_in_use() if device is None else device_of(device))
-    try:
-        yield
-    finally:
-        put_back()

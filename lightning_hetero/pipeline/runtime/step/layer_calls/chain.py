@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
 
+from lightning_hetero.measure.device import device_of, nothing_drawn
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Input, OwnDevice, Path, Previous, Route
-from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 
 
 class NotAChainError(RuntimeError):
@@ -160,7 +160,7 @@ class LayerWalk:
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         args, kwargs = pytree.tree_map(self._meta, (call.args, dict(call.kwargs)))
         try:
-            with torch.no_grad(), nothing_drawn(torch.device("cpu")), warnings.catch_warnings():
+            with torch.no_grad(), nothing_drawn(device_of("cpu")), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 bench = _Original(module, lambda *a, **k: self.original(call.layer, *a, **k))
                 meta = {f"module.{name}": _meta(tensor) for name, tensor in tensors.items()}
