@@ -26,7 +26,6 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMon
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hetero.lightning_compat.batches import trainer_callbacks
-from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.lightning_compat.results import as_batch
 
 if TYPE_CHECKING:
@@ -59,7 +58,10 @@ def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> C
     undo = ExitStack()
 
     def replace(owner: Any, name: str, hook: Any) -> None:
-        undo.enter_context(patched(owner, name, hook))
+        held = vars(owner)
+        undo.callback(held.update, {name: held[name]} if name in held else {})  # e.g. a LambdaCallback's function
+        undo.callback(held.pop, name, None)
+        held[name] = hook
 
     def without_none(owner: Any, name: str, position: int) -> None:
         original = getattr(owner, name)
