@@ -28,18 +28,20 @@ def proportional(
         link_s: [S-1], one way, either direction; none given: zeros.
         loop_s: one way, either direction.
         head_s: forward and backward.
-        devices: see `PipelineTimes`.
+        devices: see `PipelineTimes`; none given: each stage has its own.
     """
 
     def row(seconds: float) -> Row:
         return tuple(seconds * size for size in sizes)
 
+    links, none = tuple(map(row, link_s or [0.0] * (len(forward_s) - 1))), row(0.0)
     return PipelineTimes(
         forward_s=tuple(map(row, forward_s)), backward_s=tuple(map(row, backward_s)),
+        before_forward_s=none, before_backward_s=none,
         head_forward_s=row(head_s[0]), head_backward_s=row(head_s[1]),
-        link_forward_s=tuple(map(row, link_s)), link_backward_s=tuple(map(row, link_s)),
+        link_forward_s=links, link_backward_s=links,
         loop_forward_s=row(loop_s), loop_backward_s=row(loop_s),
-        devices=tuple(devices),
+        devices=tuple(devices or range(len(forward_s))),
     )  # fmt: skip
 
 

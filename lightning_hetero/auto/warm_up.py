@@ -24,9 +24,7 @@ from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
-from lightning_hetero.pipeline.fit.planning import carried_by
+from lightning_hetero.pipeline.fit.planning import probed
 from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
@@ -149,11 +147,7 @@ class WarmUp:
     def _cluster(self, speeds: list[float]) -> Cluster:
         """Returns the devices and links, with the speeds that the user's step shows."""
         level = [1.0 if abs(speed - 1.0) < _LEVEL else speed for speed in speeds]
-        group, device, carried = self.channel.group, self.strategy.root_device, carried_by(self.strategy)
-        probed = probe_cluster(
-            group, device, direct=carried.direct, communicators=MOST_COMMUNICATORS, dtype=carried.dtype
-        )
-        return override_cluster(probed, speeds=level)
+        return override_cluster(probed(self.strategy, self.channel.group), speeds=level)
 
     def _by_layers(self, whole: ModelCost) -> ModelCost:
         """Returns the costs by layer, from rank 0; as a whole, where layers are not known or cannot be measured."""

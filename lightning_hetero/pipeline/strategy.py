@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
-from lightning_hetero.pipeline.fit.planning import CannotDivideError, Planner, PlanResult, carried_by, read_cluster
+from lightning_hetero.pipeline.fit.planning import CannotDivideError, Planner, PlanResult, probed, read_cluster
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
     layers_alike,
@@ -235,8 +236,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             context=self.precision_plugin.train_step_context,
         )  # fmt: skip
         scenario = run.scenario if run.fitting else None
-        carried = carried_by(self)
-        planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, carried=carried)
+        probe = partial(probed, self, run.channel.group)
+        planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, probe=probe)
         planned = planner.plan_evaluation() if total is None else planner.plan(total)
         self._planned, self._planned_for = planned, (model, total)
         return planned

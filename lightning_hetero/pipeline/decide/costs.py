@@ -112,7 +112,8 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
         return by_size(lambda size: link.seconds(size * per_sample_bytes))
 
     hops = [(a, b, cut) for (a, b), cut in zip(pairwise(ranks), cuts[1:-1], strict=True)]
-    loop = (message(last, first, cuts[-1]), message(first, last, cuts[-1])) if len(ranks) > 1 else ((), ())
+    none = by_size(lambda _: 0.0)
+    loop = (message(last, first, cuts[-1]), message(first, last, cuts[-1])) if len(ranks) > 1 else (none, none)
     return PipelineTimes(
         forward_s=tuple(compute(rank, [layer.forward for layer in layers]) for rank, layers in stages),
         backward_s=tuple(compute(rank, [layer.backward for layer in layers]) for rank, layers in stages),
@@ -121,7 +122,7 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
         head_forward_s=compute(first, [model.head.forward]), head_backward_s=compute(first, [model.head.backward]),
         link_forward_s=tuple(message(a, b, cut) for a, b, cut in hops),
         link_backward_s=tuple(message(b, a, cut) for a, b, cut in hops), loop_forward_s=loop[0],
-        loop_backward_s=loop[1],
+        loop_backward_s=loop[1], devices=tuple(range(len(ranks))),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ operation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -138,7 +138,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
-    """Seconds of one pipeline: S stages, M micro-batches, which may be uneven. An empty row or table stands for zeros.
+    """Seconds of one pipeline: S stages, M micro-batches, which may be uneven.
 
     A device computes one thing at a time; a directed pair of devices is one link, which carries one message at a time.
 
@@ -148,34 +148,20 @@ class PipelineTimes:
         head_forward_s, head_backward_s: [M] of what follows the backbone, loss included; on the leader.
         link_forward_s, link_backward_s: [S-1][M] of the messages between stage i and i + 1.
         loop_forward_s, loop_backward_s: [M] of the messages from the last stage to the head and back.
-        devices: position of each stage's device, the leader's 0 first; empty: each stage has its own, in order.
-
+        devices: position of each stage's device, the leader's 0 first.
     """
 
     forward_s: Table
-    backward_s: Table = ()
-    before_forward_s: Row = ()
-    before_backward_s: Row = ()
-    head_forward_s: Row = ()
-    head_backward_s: Row = ()
-    link_forward_s: Table = ()
-    link_backward_s: Table = ()
-    loop_forward_s: Row = ()
-    loop_backward_s: Row = ()
-    devices: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        stages, zeros = len(self.forward_s), (0.0,) * len(self.forward_s[0])
-        links = (zeros,) * (stages - 1)
-        left_out = {
-            "backward_s": (zeros,) * stages,
-            "link_forward_s": links,
-            "link_backward_s": links,
-            "devices": tuple(range(stages)),
-        }
-        for field in fields(self):
-            if not getattr(self, field.name):
-                object.__setattr__(self, field.name, left_out.get(field.name, zeros))
+    backward_s: Table
+    before_forward_s: Row
+    before_backward_s: Row
+    head_forward_s: Row
+    head_backward_s: Row
+    link_forward_s: Table
+    link_backward_s: Table
+    loop_forward_s: Row
+    loop_backward_s: Row
+    devices: tuple[int, ...]
 
     @property
     def stages(self) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -55,23 +56,11 @@ from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 _TRIES, _LESS = 3, 0.8  # further plans, with so much of the memory that could not be had
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Carried:
-    """What decides how fast devices and links will be.
-
-    Attributes:
-        direct: backend of messages from device to device; empty: they pass through the hosts' memory.
-        dtype: in which training computes.
-    """
-
-    direct: str
-    dtype: torch.dtype
-
-
-def carried_by(strategy: DDPStrategy) -> Carried:
-    """Returns what a strategy's training will use, once its process group is there."""
+def probed(strategy: DDPStrategy, group: dist.ProcessGroup) -> Cluster:
+    """Returns the devices and links as a strategy's training will use them; collective, behind its set-up."""
     direct = rank_device(strategy.root_device, strategy.process_group_backend).backend
-    return Carried(direct=direct, dtype=trained_dtype(strategy.precision_plugin.precision))
+    dtype = trained_dtype(strategy.precision_plugin.precision)
+    return probe_cluster(group, strategy.root_device, direct=direct, communicators=MOST_COMMUNICATORS, dtype=dtype)
 
 
 class CannotDivideError(RuntimeError):
@@ -105,15 +94,15 @@ class Planner:
         settings: what the user says.
         channel: of all ranks.
         scenario: emulation in force; its speeds are the devices', its times the model's.
-        carried: what training carries messages with, and computes in.
+        probe: measures the devices and links.
     """
 
     def __init__(
         self, step: Rehearsal, settings: PlanSettings, *, channel: SideChannel, scenario: Scenario | None,
-        carried: Carried,
+        probe: Callable[[], Cluster],
     ) -> None:  # fmt: skip
         self._step, self._backbone, self._settings = step, step.backbone, settings
-        self._channel, self._scenario, self._carried = channel, scenario, carried
+        self._channel, self._scenario, self._probe = channel, scenario, probe
 
     def plan(self, global_batch: int) -> PlanResult:
         """Measures what is not given and plans a fit.
@@ -180,12 +169,7 @@ class Planner:
             return override_cluster(equal_cluster(world), speeds=[scenario.speed(rank, 0) for rank in range(world)])
         if given is None and self._settings.plan is not None and not self._settings.watched:
             return equal_cluster(world)  # nothing is decided by it
-        if isinstance(given, Cluster):
-            return given
-        return probe_cluster(
-            self._channel.group, self._step.device, direct=self._carried.direct, communicators=MOST_COMMUNICATORS,
-            dtype=self._carried.dtype,
-        )  # fmt: skip
+        return given if isinstance(given, Cluster) else self._probe()
 
     def _costs(self) -> tuple[ModelCost | None, int]:
         """Returns the costs, if they are given or needed, and the calls of the backbone."""

@@ -63,7 +63,7 @@ def test_each_part_of_the_way_takes_its_own_time() -> None:
     times = PipelineTimes(
         forward_s=((1.0,), (2.0,)), backward_s=((4.0,), (8.0,)), before_forward_s=(16.0,), before_backward_s=(32.0,),
         head_forward_s=(64.0,), head_backward_s=(128.0,), link_forward_s=((256.0,),), link_backward_s=((512.0,),),
-        loop_forward_s=(1024.0,), loop_backward_s=(2048.0,),
+        loop_forward_s=(1024.0,), loop_backward_s=(2048.0,), devices=(0, 1),
     )  # fmt: skip
     expected = [17.0, 256.0, 2.0, 1024.0, 192.0, 2048.0, 8.0, 512.0, 36.0]
     assert [row[0] for row in times.seconds] == expected

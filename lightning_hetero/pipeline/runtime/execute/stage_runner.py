@@ -117,16 +117,12 @@ class StageRunner:
         )  # fmt: skip
         self._local = LocalStage(ranks=group.ranks, position=position, stage=stage, links=links, pace=settings.pace)
 
-    def schedule(self, samples: Sequence[int]) -> Schedule:
-        """Returns what the ranks of the group execute for micro-batches of so many samples."""
-        return self._schedule(tuple(samples))
-
     def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy]) -> None:
         """Makes schedules from other times from now on; between two steps, on all ranks of the group."""
         calls = self._calls
 
         @lru_cache(maxsize=_SCHEDULES)
-        def schedule(samples: tuple[int, ...]) -> Schedule:
+        def schedule(samples: tuple[int, ...]) -> Schedule:  # for micro-batches of so many samples
             found = times(samples, calls)
             return generate(found, policy(found))
 
@@ -182,7 +178,7 @@ class StageRunner:
         if alone and self._has_trained:
             return InPlaceExecution(work, self._local.pace, stage=self._local.stage, cut=self._cut)
         self._has_trained = True  # or has failed, and runs nothing any more
-        schedule = self.schedule([micro_batch.samples for micro_batch in work.micro_batches])
+        schedule = self._schedule(tuple([micro_batch.samples for micro_batch in work.micro_batches]))
         return LeaderExecution(self._local, schedule, work, carrier=self._carrier, calls=self._calls)
 
     def serve(
@@ -201,7 +197,7 @@ class StageRunner:
         with self._at_work(leader=False):
             if samples:
                 Execution(
-                    self._local, self.schedule(samples), step=step, samples=samples,
+                    self._local, self._schedule(tuple(samples)), step=step, samples=samples,
                     before_last_backward=before_last_backward,
                 ).run()  # fmt: skip
             elif before_last_backward is not None:
