@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -222,7 +223,8 @@ class StragglerMonitor(Callback, EventSource):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
-            if trainer.is_global_zero and (told := last_lines(self._own.tally.ledger())):
+            sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+            if trainer.is_global_zero and (told := last_lines(self._own.tally.ledger(), sharded=sharded)):
                 compat.tell_past_bar(told)
         elif self._strategy is not None and (summary := self._strategy.summary()):
             compat.tell_past_bar(summary)

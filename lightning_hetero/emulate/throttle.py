@@ -30,10 +30,6 @@ _BACKWARD_PER_FORWARD = 2.0  # of the first step; later it is as was measured
 _MEMORY = 0.8  # weight of the steps before, in what a backward pass is expected to take
 
 
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def scenario_steps(every_s: float | None, clock: Callable[[], float] = time.perf_counter) -> Callable[[int], int]:
     """Returns what tells a scenario's step from the number of batches trained so far.
 
@@ -107,9 +103,7 @@ class Throttle:
     Args:
         scenario: what to emulate.
         rank: the rank this process plays.
-        clock: returns seconds; injectable for tests, like the next two.
-        sleep: sleeps for a number of seconds.
-        kill: ends this process at once.
+        clock, sleep: to measure and to wait [s].
 
     Attributes:
         pacer: keeps the sums.
@@ -122,7 +116,6 @@ class Throttle:
     def __init__(
         self, scenario: Scenario, rank: int, *,
         clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
-        kill: Callable[[], None] = _kill_self,
     ) -> None:  # fmt: skip
         if rank < 0:
             raise ValueError(f"rank={rank!r} must be >= 0")
@@ -134,7 +127,7 @@ class Throttle:
         self.scenario = scenario
         self.rank = rank
         self.pacer = Pacer(clock=clock, sleep=sleep)
-        self._clock, self._sleep, self._kill = clock, sleep, kill
+        self._clock, self._sleep = clock, sleep
         self._step: int | None = None  # the step begun and not ended
         self._samples = 0
         self._since_s: float | None = None  # own work runs
@@ -246,7 +239,7 @@ class Throttle:
         for at in range(first, step + 1):
             fault = self.scenario.fault(self.rank, at)
             if fault is not None and fault.kind == "kill":
-                self._kill()
+                os.kill(os.getpid(), signal.SIGKILL)
             elif fault is not None and fault.kind == "stall":
                 self._sleep(fault.stall_s)
             elif fault is not None:

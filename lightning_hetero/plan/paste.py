@@ -12,6 +12,7 @@ from lightning_hetero.plan.estimate import Estimate
 
 _CLASSES = {
     "balanced": "LoadBalancedStrategy", "stale": "BoundedStalenessStrategy", "pipeline": "HeteroPipelineStrategy",
+    "sharded": "ShardedBalancedStrategy",
 }  # fmt: skip
 _WIDTH = 100
 

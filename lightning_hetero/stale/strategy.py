@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +23,7 @@ from typing_extensions import Unpack
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.checked import real
 from lightning_hetero.predictors import Predictor, PredictorName
@@ -35,7 +35,6 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
 from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling, refuse_monitored_steps
 from lightning_hetero.stale.fit.run import StaleRun
-from lightning_hetero.stale.fit.session import ServedStrategy
 from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.start import ServerSettings
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class BoundedStalenessStrategy(ServedStrategy[StaleRun]):
+class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     """Data parallelism over a parameter server that bounds staleness and waits for no straggler (after SaPS).
 
     A drop-in for `DDPStrategy`: number, size and learning rate of updates are DDP's; the samples of one global batch
@@ -113,27 +112,31 @@ class BoundedStalenessStrategy(ServedStrategy[StaleRun]):
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
         self.policy = policy if isinstance(policy, Policy) else policy_by_name(policy, **given)
-        self.transport = transport
         model = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
         if not (model is None or callable(getattr(model, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
-        self.compression: CompressionName | None = compression
         self.server = ServerSettings(
             policy=self.policy, predictor=model, nonfinite=nonfinite,
-            liveness_s=real("liveness_s", liveness_s, above=True),
+            liveness_s=real("liveness_s", liveness_s, above=True), compression=compression, transport=transport,
         )  # fmt: skip
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self, self._invitation)
+        return StaleRun(trainer, self, self.server, self.same_on_all(), self._invitation)
 
-    @property
-    def patience(self) -> timedelta:
-        """How long to wait for others: the timeout, or torch's usual one."""
-        return self.timeout or timedelta(minutes=30)
+    def same_on_all(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, in words."""
+        return {
+            "policy": repr(self.policy.settings()),
+            "global_batch_size": str(self.shared.global_batch_size),
+            "compression": repr(self.server.compression),
+            "loss_reduction": self.shared.loss_reduction,
+            "transport": self.server.transport,
+            "nonfinite": self.server.nonfinite,
+        }
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:

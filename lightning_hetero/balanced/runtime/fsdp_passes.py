@@ -84,7 +84,7 @@ class FSDPPasses:
     def reset(self) -> None:
         """Forgets a pass that has failed, or whose backward pass does not come."""
         for module in self._modules:
-            if _state(module)._is_root is not False:
+            if _state(module)._is_root:  # None: it has not run yet
                 module.reset_iter_state()
         self._ended = self.done
 

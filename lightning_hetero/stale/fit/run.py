@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
-from lightning_hetero.base.elastic.ddp import ElasticRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.stale.decide import report
@@ -23,9 +23,9 @@ from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.refusals import Changed, refuse_different
-from lightning_hetero.stale.fit.session import ServedStrategy, Session
+from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.step_loop import StepLoop
-from lightning_hetero.stale.runtime.start import Address
+from lightning_hetero.stale.runtime.start import Address, ServerSettings
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
@@ -44,6 +44,8 @@ class StaleRun(ElasticRun[AssignedBinder]):
     Args:
         trainer: the running trainer; its process group exists.
         strategy: that of the trainer; with its arguments, and who takes part.
+        settings: of the server.
+        agreed: what must be the same on all ranks, in words.
         invitation: into a run of others.
 
     Attributes:
@@ -56,28 +58,21 @@ class StaleRun(ElasticRun[AssignedBinder]):
     channel_is_idle = True  # it is for set-up and for the order of an epoch
 
     def __init__(
-        self, trainer: Trainer, strategy: ServedStrategy[Any], invitation: Invitation | None
-    ) -> None:
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: ServerSettings,
+        agreed: Mapping[str, str] | None, invitation: Invitation | None,
+    ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
-        agreed = {
-            "policy": repr(strategy.policy.settings()),
-            "global_batch_size": str(strategy.shared.global_batch_size),
-            "compression": repr(strategy.compression),
-            "loss_reduction": strategy.shared.loss_reduction,
-            "transport": strategy.transport,
-            "nonfinite": strategy.server.nonfinite,
-        }
-        settings, store = (agreed, None) if invitation is None else (None, invitation.run_store)
-        super().__init__(trainer, timeout=strategy.timeout, settings=settings, store=store)
+        agreed, store = (agreed, None) if invitation is None else (None, invitation.run_store)
+        super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
-        self.session = session = Session(trainer, strategy, members, meetings=met)
+        self.session = session = Session(trainer, strategy, settings, meetings=met)
         requests = JoinRequests(strategy.cluster_environment)
         self.meetings = ServerMeetings(
             trainer, session, members, channel, backend=strategy.process_group_backend or "gloo",
-            timeout=strategy.timeout, liveness_s=strategy.server.liveness_s,
+            timeout=strategy.timeout, liveness_s=settings.liveness_s,
             before_epoch=lambda: self.admission.admit(), leave_step=self._end_epoch,
             take_over_changes=self._take_over_changes,
         )  # fmt: skip
@@ -342,7 +337,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             return
         members, strategy, hosted = self._members, self._strategy, None
         if members.is_lowest:
-            hosted = host_store(strategy.host_name(), strategy.patience)
+            hosted = host_store(strategy.host_name(), self.session.patience)
         host, port = self.channel.all_gather_object(None if hosted is None else (strategy.host_name(), hosted.port))[0]
         store = reach_store(host, port) if hosted is None else hosted  # lives with the group
         self.meetings.rebuild(store, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ class Program:
         data: what is trained on; ``None``: `regression`.
         val: whether there is a loader for validation, and `Trainer.test` and `Trainer.predict` follow.
         alone: the module of one process, if it is another one.
-        callbacks: of each of the two trainings.
+        callbacks: make those of each of the two trainings.
         exact: relative distance of the weights, at most.
     """
 
@@ -122,7 +122,7 @@ class Program:
     data: Callable[[], Dataset] | None = None
     val: bool = False
     alone: Callable[[], LightningModule] | None = None
-    callbacks: Callable[[], list[Callback]] = list
+    callbacks: Sequence[Callable[[], Callback]] = ()
     exact: float = 1e-12
 
 
@@ -202,7 +202,7 @@ def on_ranks(
         torch.manual_seed(3)
         parts = world // program.strategy.get("tensor_parallel_size", 1)
         try:
-            options = {"max_epochs": 2, "callbacks": program.callbacks(), **program.trainer}
+            options = {"max_epochs": 2, "callbacks": [make() for make in program.callbacks], **program.trainer}
             trainer = rank_trainer(rank, world, strategy(**program.strategy), **options)
             outcomes[name] = run(program, trainer, program.make(), program.batch // parts)
             del trainer
@@ -215,5 +215,5 @@ def alone(program: Program) -> Outcome:
     """Trains in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = {"max_epochs": 2, "callbacks": program.callbacks(), **program.trainer}
+        options = {"max_epochs": 2, "callbacks": [make() for make in program.callbacks], **program.trainer}
         return run(program, quiet_trainer(devices=1, **options), (program.alone or program.make)(), program.batch)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (world,))
     for reason, (options, change) in REFUSED.items():
         meshes = None
-        net = Net()
+        net: Any = Net()
         if options.pop("tensor", False):
             meshes = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
             plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -221,6 +222,19 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
         passes.close()
         assert net._get_fsdp_state()._fsdp_param_group._all_gather_comm is before
     return told
+
+
+def reduced_job(rank: int, world: int) -> bool:
+    net = sharded(Net(), init_device_mesh("cpu", (world,)))
+    loss = loss_of(net, torch.randn(2, WIDTH))
+    place = "torch.distributed.fsdp._fully_shard._fsdp_collectives._to_dtype_if_needed"
+    with mock.patch(place, side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError) as error:
+        loss.backward()
+    return in_reduction(error.value)
+
+
+def test_it_is_seen_where_reduced_gradients_may_be_lost() -> None:
+    assert all(run_ranks(2, reduced_job)), VERSIONS
 
 
 def test_what_passes_cannot_be_finished_with_is_said() -> None:

@@ -53,7 +53,7 @@ TWO: dict[str, Program] = {
 }
 FOUR: dict[str, Program] = {
     "hybrid": Program(models.Hybrid, trainer=ACCUMULATED | CLIPPED),
-    "tensor parallel": Program(models.TensorParallel, {"tensor_parallel_size": 2}, BY_VALUE),
+    "tensor parallel": Program(models.TensorParallel, {"tensor_parallel_size": 2}, CLIPPED | ACCUMULATED),
     "no samples": Program(models.Poisoned, AUTO | {"min_samples": 0}, CLIPPED),
     "no tokens": Program(models.Tokens, {"batch_weight": tokens_of}, ACCUMULATED, data=sequences),
 }
@@ -71,6 +71,7 @@ MORE_FOUR: dict[str, Program] = {
     "four": Program(Sharded, trainer=ACCUMULATED | CLIPPED),
     "four, auto, compiled": Program(models.Compiled, trainer=CLIPPED),
     "hybrid, tail": Program(models.HybridPoisoned, **TAIL),
+    "tensor parallel, by value": Program(models.TensorParallel, {"tensor_parallel_size": 2}, BY_VALUE),
     "tensor parallel, tail": Program(models.TensorParallel, {"tensor_parallel_size": 2}, **TAIL),
 }
 

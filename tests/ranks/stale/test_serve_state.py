@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_state_comes_with_its_parameters_while_others_train(substeps: bool) 
     def body(trainee: Trainee) -> None:
         worker, link = trainee.worker, script.links[0]
         trainee.epoch(0, ENDS)
-        session: Any = Session(*[None] * 3)  # type: ignore[arg-type]
+        session: Any = Session(None, SimpleNamespace(members=None, timeout=None), None)  # type: ignore[arg-type]
         session.worker = worker
         worker.weights._substeps_used = substeps
         read, looks = link.read_state, iter(range(10))

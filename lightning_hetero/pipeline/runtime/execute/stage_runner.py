@@ -100,8 +100,7 @@ class StageRunner:
         self._group, self._cut, self._calls = group, cut, calls
         self._position = position = group.ranks.index(settings.rank)
         self._failures = settings.failures
-        self._times, self._policy = times, policy
-        self._schedule = lru_cache(maxsize=_SCHEDULES)(self._generated)
+        self.follow(times, policy)
         self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[position : position + 2]
         timed = settings.time_layers and (cut is not None or position > 0)
@@ -122,14 +121,16 @@ class StageRunner:
         """Returns what the ranks of the group execute for micro-batches of so many samples."""
         return self._schedule(tuple(samples))
 
-    def _generated(self, samples: tuple[int, ...]) -> Schedule:
-        times = self._times(samples, self._calls)
-        return generate(times, self._policy(times))
-
     def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy]) -> None:
         """Makes schedules from other times from now on; between two steps, on all ranks of the group."""
-        self._times, self._policy = times, policy
-        self._schedule.cache_clear()
+        calls = self._calls
+
+        @lru_cache(maxsize=_SCHEDULES)
+        def schedule(samples: tuple[int, ...]) -> Schedule:
+            found = times(samples, calls)
+            return generate(found, policy(found))
+
+        self._schedule = schedule
 
     # ---- training --------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ Unit = int | None
 _OUTSIDE: frozenset[Unit] = frozenset({None})
 
 
-def tied(module: nn.Module, layers: Sequence[nn.Module]) -> list[Entry]:
+def tied(module: nn.Module, layers: Sequence[nn.Module]) -> list[UsedTensor]:
     """Returns the parameters that layers share with one another or with the rest of the module.
 
     A planner keeps the layers from the first to the last of each on one device, and on the leader's if it is used
@@ -76,7 +76,7 @@ class Ownership:
         self.rank = rank
         self.groups = tuple(group.ranks for group in plan.groups)
         self._layer_of_module = _layers_of_modules(module, layers)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, UsedTensor] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
         units: tuple[Unit, ...] = (None, *range(len(layers)))
         self._units = {unit: tuple(_owner(group, unit) for group in plan.groups) for unit in units}
@@ -141,7 +141,7 @@ class Ownership:
 
 
 @dataclass(slots=True)
-class Entry:
+class UsedTensor:
     """One tensor.
 
     Attributes:
@@ -190,10 +190,10 @@ def _layers_of_modules(module: nn.Module, layers: Sequence[nn.Module]) -> dict[s
     }
 
 
-def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[Entry]:
+def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[UsedTensor]:
     """Returns the parameters and then the buffers, each tensor once, in the module's order."""
     units = _users(layers)
-    entries: dict[tuple[int, bool], Entry] = {}
+    entries: dict[tuple[int, bool], UsedTensor] = {}
     for is_parameter in (True, False):
         for path, part in module.named_modules(remove_duplicate=False):
             users = units.get(id(part), _OUTSIDE)
@@ -206,7 +206,7 @@ def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[Entry]:
                     )
                 key = id(tensor), is_parameter
                 if key not in entries:
-                    entries[key] = Entry((), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                    entries[key] = UsedTensor((), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
                 entries[key].names += (name,)
                 entries[key].units |= users
     return list(entries.values())
@@ -216,7 +216,7 @@ def _owner(group: GroupPlan, unit: Unit) -> int:
     return group.ranks[0 if unit is None else bisect_right(group.cuts, unit) - 1]
 
 
-def _separated(entry: Entry, group: int, ranks: list[int]) -> str:
+def _separated(entry: UsedTensor, group: int, ranks: list[int]) -> str:
     users = [f"layer {i}" for i in entry.layers] + ["the code outside the layers"] * (None in entry.units)
     return (
         f"tied weights: one parameter is {' = '.join(map(repr, entry.names))}, used by {' and '.join(users)}, but group"

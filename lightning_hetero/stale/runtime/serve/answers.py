@@ -77,14 +77,6 @@ class Answers:
         """Lets workers see the present parameters."""
         self.listener.publish(self.coordinator.version, self.area)
 
-    def asked(self, rank: int) -> None:
-        """A request has come, which is to be answered some time."""
-        self._unanswered.add(rank)
-
-    def wasted(self, rank: int) -> None:
-        """The push of a worker that is about to be answered counts nothing."""
-        self._wasted.add(rank)
-
     def forget(self, rank: int) -> None:
         """A worker is gone, or has left: it waits for nothing."""
         self._unanswered.discard(rank)

@@ -69,7 +69,7 @@ class Pushes(Answers):
             elif isinstance(effect, Refused):
                 counts.discarded[effect.reason] += effect.samples
                 if effect.reason != "nonfinite":  # these samples are nobody else's
-                    self.wasted(effect.rank)
+                    self._wasted.add(effect.rank)
             else:
                 assert isinstance(effect, Reissued)
                 counts.reissued[effect.reason] += effect.samples

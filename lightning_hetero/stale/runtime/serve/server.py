@@ -127,7 +127,7 @@ class ParameterServer(Pushes):
 
     def _request(self, rank: int, request: Request, now: float) -> None:
         kind = request.kind
-        self.asked(rank)
+        self._unanswered.add(rank)
         if kind is Ask.LEAVE:
             self.answer(rank, Say.DONE)
             self._members.left(rank)
