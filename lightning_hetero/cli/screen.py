@@ -19,6 +19,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing import ProcessRaisedException
 
 import lightning_hetero
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.cluster.score import shares_text
 from lightning_hetero.transport.failures import lost_contact
 
 _GIVEN = "LIGHTNING_HETERO_JOB_LOG"  # tells ranks that Lightning starts for a job where its log is
@@ -27,6 +29,7 @@ _OURS = str(Path(lightning_hetero.__file__).parent)
 _LOUD = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 # Says that a rank has died, and kills this process.
 _OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
+_MUCH, _SELDOM = 0.1, 50  # a change of shares that is shown, of an equal share; most steps between two looks
 
 
 class _Lines(io.TextIOWrapper):
@@ -54,7 +57,7 @@ class _Screen(logging.Handler):
 class JobScreen(Callback):
     """The screen of a job's process, and the log that all ranks share which Lightning starts for it.
 
-    As a callback it shows at once why a rank fails: before others fail because of it.
+    As a callback it shows shares as they change and, at once, why a rank fails: before others fail because of it.
 
     Args:
         path: the log, of a process that nobody else's job has started.
@@ -69,6 +72,8 @@ class JobScreen(Callback):
         self.path, self.started = Path(given or path), given is not None
         self._failed, self._rank = self.path.with_name("failed.txt"), os.environ.get("LOCAL_RANK", "0")
         self._stderr, self._told = sys.stderr, False
+        self._shown: tuple[int, ...] = ()
+        self._shown_at = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stderr": None, "_told": True}  # of a rank of multiprocessing's its parent tells
@@ -128,6 +133,18 @@ class JobScreen(Callback):
                     return
         with suppress(OSError):
             print(text, file=self._stderr, flush=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        shares, step = getattr(trainer.strategy, "shares", ()), trainer.global_step
+        full = sum(shares) == getattr(trainer.strategy, "global_batch_size", None)  # an epoch's last batch may not be
+        if not (full and trainer.is_global_zero) or step - self._shown_at < min(self._shown_at, _SELDOM):
+            return
+        much = max(2.0, _MUCH * sum(shares) / len(shares))
+        if len(shares) != len(self._shown) or max(abs(a - b) for a, b in zip(shares, self._shown, strict=True)) >= much:
+            self._shown, self._shown_at = shares, step
+            compat.tell_past_bar(f"step {step}: shares {shares_text(shares)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # A consequence waits for what the strategy finds out: at the end rank 0 tells.
