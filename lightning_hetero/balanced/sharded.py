@@ -19,11 +19,13 @@ from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, sh
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelParallelArguments
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.patches import replace_methods
+from lightning_hetero.lightning_compat.patches import called_as_forward, replace_methods
 from lightning_hetero.lightning_compat.strategies import set_parallel_sizes
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import LossReduction
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyright: ignore
@@ -144,11 +146,17 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         module = self.lightning_module
         if self._shard is not None and module is not None and not is_overridden("configure_model", module):
             shard = partial(shard_module, module, self.device_mesh["data_parallel"], self._shard)
-            self._unshard = replace_methods(module, configure_model=shard)
+            steps = {name: called_as_forward(module, name) for name in _STEPS if is_overridden(name, module)}
+            self._unshard = replace_methods(module, configure_model=shard, **steps)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not None:
+            self._run.probe.start()  # the module itself may not be called, but what it shards
+        return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
-        self._unshard()
         super().teardown()
+        self._unshard()
 
     def make_run(self, trainer: Trainer) -> BalancedRun:
         return ShardedRun(trainer, self, self.settings, members=self.ranks_per_part)

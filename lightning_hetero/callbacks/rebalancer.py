@@ -25,9 +25,9 @@ class BatchRebalancer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
-        if stage == "fit" and getattr(strategy, "engine", None) != "balanced":
+        if stage == "fit" and getattr(strategy, "engine", None) not in ("balanced", "sharded"):
             raise TypeError(
-                f"BatchRebalancer needs strategy='hetero_balanced', but the Trainer has"
+                f"BatchRebalancer needs strategy='hetero_balanced' or 'hetero_sharded', but the Trainer has"
                 f" {type(strategy).__name__}; change the strategy or remove the callback"
             )
 

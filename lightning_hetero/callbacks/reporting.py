@@ -28,6 +28,11 @@ class Reporting(EventSource):
         """Whether it does so now: on one device there is nothing to compare."""
         return True
 
+    @property
+    def ranks_per_part(self) -> int:
+        """Neighbouring ranks that train on the same samples, e.g. those of a tensor-parallel group: in reports one."""
+        return 1
+
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0: a dummy that counts nothing; ``None``: not known."""
         return None

@@ -88,7 +88,8 @@ class StragglerMonitor(Callback, EventSource):
         strategy, self._due = reporting_of(trainer), False
         watch_again(self)
         self._own = _OwnTiming(trainer, pl_module, self.batch_cost) if strategy is None else None
-        self._test, self._named, self._told = StragglerTest(trainer.world_size), set(), None
+        parts = trainer.world_size // (1 if strategy is None else strategy.ranks_per_part)
+        self._test, self._named, self._told = StragglerTest(parts), set(), None
         if strategy is not None and self.batch_cost is not None:
             rank_zero_warn(
                 "StragglerMonitor(batch_cost=...) has no effect under a strategy of lightning_hetero, which measures"

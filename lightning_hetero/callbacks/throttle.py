@@ -7,15 +7,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_hetero.callbacks.reporting import reporting_of
 from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.step_clock import StepProbe
 
 
 class ThrottleCallback(Callback):
@@ -55,6 +59,7 @@ class ThrottleCallback(Callback):
         self._scenario_step: Callable[[int], int] = int  # made in fit, as the throttle: the callback is pickled before
         self._make_throttle = throttle
         self._throttle: Throttle | None = None
+        self._own: StepProbe | None = None  # of a sharded module
         self._taken_over = False
         self._hooks, self._undo = ExitStack(), ExitStack()
         self._batch: Any = None  # that runs, and its samples
@@ -72,7 +77,10 @@ class ThrottleCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rank = trainer.global_rank
-        self._throttle = throttle = self._make_throttle(self.scenario, rank)
+        sharded = any(isinstance(module, FSDPModule) for module in pl_module.modules())
+        self._own = own = StepProbe(device_of(torch.device("cpu"))) if sharded else None  # each layer waits for peers
+        clock = {} if own is None else {"clock": lambda: own.passed_s}
+        self._throttle = throttle = self._make_throttle(self.scenario, rank, **clock)
         if not self._taken_over and self.scenario.mem_cap(rank) is not None:
             self._undo.enter_context(self._memory_capped(trainer, pl_module, throttle))
 
@@ -101,6 +109,9 @@ class ThrottleCallback(Callback):
         throttle = self._throttle
         if throttle is None or self._taken_over:
             return
+        if self._own is not None:
+            self._own.attach(pl_module)
+            self._hooks.callback(self._own.detach)
         if trainer.strategy.model is not pl_module:  # wrapped: DDP's forward waits before it calls the module's
             self._hooks.callback(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()).remove)
         for parameter in pl_module.parameters():
@@ -114,6 +125,8 @@ class ThrottleCallback(Callback):
         counts = self._throttle.counts_samples and not self._taken_over
         samples = count_samples(trainer, batch) if counts else 0
         self._batch, self._counted = batch, samples
+        if self._own is not None:
+            self._own.begin()
         # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._throttle.begin(self._scenario_step(step), samples)
@@ -143,7 +156,7 @@ class ThrottleCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._hooks.close()
-        self._throttle, self._scenario_step, self._batch = None, int, None
+        self._throttle, self._own, self._scenario_step, self._batch = None, None, int, None
         self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -75,12 +75,15 @@ class HeteroTrace(Callback):
         self._run, self._resumed = trainer.strategy.broadcast(goes_on or secrets.token_hex(4)), False
         self._close()
         self._source = event_source(trainer)
-        self._rank = trainer.global_rank
+        reporting, names = reporting_of(trainer), [f"{platform.node()} {trainer.strategy.root_device}"]
+        each = 1 if reporting is None else reporting.ranks_per_part
+        self._rank, other = divmod(trainer.global_rank, each)
         self._opened_s = time.perf_counter()
-        names, reporting = [f"{platform.node()} {trainer.strategy.root_device}"], reporting_of(trainer)
-        about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
-        about["unix_s"], path, world = time.time(), trace_path(dirpath, self._rank), trainer.world_size
         self._noted, self._at = {}, None
+        if other:
+            return  # it does what the first rank of its part does
+        about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
+        about["unix_s"], path, world = time.time(), trace_path(dirpath, self._rank), trainer.world_size // each
         if self._rank == 0:
             about |= origin() | {"trainer": {name: getattr(trainer, name, None) for name in _SETTINGS}}
             about["hparams"] = {str(name): str(value)[:200] for name, value in dict(pl_module.hparams).items()}

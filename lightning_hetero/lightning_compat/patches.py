@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
+
+from torch import nn
 
 
 @contextmanager
@@ -33,3 +36,21 @@ def replace_methods(owner: Any, **methods: Any) -> Callable[[], None]:
             vars(owner).pop(name, None)
 
     return undo
+
+
+def called_as_forward(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Returns a method of a module that runs as its ``forward`` does, with the module's hooks around it."""
+    method = getattr(module, name)
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+
+            def first(*args: Any, **kwargs: Any) -> Any:
+                stack.close()  # from here on ``forward`` is the module's
+                return method(*args, **kwargs)
+
+            stack.enter_context(patched(module, "forward", first))
+            return module(*args, **kwargs)
+
+    return called

@@ -123,6 +123,12 @@ class Stopwatch:
         if self._since is None:
             self._since = since or self._stamp()
 
+    @property
+    def passed_s(self) -> float:
+        """Seconds so far of the step that is open, on a host [s]."""
+        pieces = [*self._pieces, *([(self._since, self._stamp(), math.inf)] if self._since is not None else [])]
+        return math.fsum(begin.seconds_until(end) for begin, end, _ in pieces)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keeps what happens inside out of the time; may be nested."""
@@ -199,6 +205,16 @@ class StepProbe:
         self._running = False
         self._ends: deque[Stamp] = deque()  # of steps that the device may still have before it
 
+    def begin(self) -> None:
+        """Opens a step that counts from now on."""
+        self.arm()
+        self.start()
+
+    @property
+    def passed_s(self) -> float:
+        """Own seconds so far of the step that is open, on a host [s]."""
+        return self._watch.passed_s
+
     def attach(self, module: nn.Module) -> None:
         """Hooks the module's forward (start stamp) and its submodules that wait (pauses). Undone by `detach`."""
         self.detach()
@@ -231,7 +247,7 @@ class StepProbe:
         would end it, and neither `SyncBatchNorm` nor FSDP communicates then before backward is over.
         """
         if not self._running:
-            return
+            return self.start()  # where nobody calls the whole module, as under Lightning's `ModelParallelStrategy`
         self.resume()
         inputs = list(_needing_gradient((args, kwargs)))
         for out in (_needing_gradient(output) if output else inputs) if inputs else ():

@@ -70,7 +70,7 @@ class UnevenZeroOptimizer(Optimizer):
     Raises:
         TypeError: ``optimizer_class`` is no optimizer, or LBFGS, which is not divisible; parameters that FSDP or tensor
             parallelism has divided already.
-        ValueError: not one positive number for each rank, different numbers on the ranks, or a parameter twice.
+        ValueError: not one positive number for each rank, or different numbers on the ranks.
     """
 
     def __init__(
@@ -139,12 +139,7 @@ class UnevenZeroOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if any(hasattr(p, "placements") for p in group["params"]):
-            raise TypeError(
-                "FSDP or tensor parallelism has divided these parameters, and the optimizer's state with them: use the"
-                " optimizer without UnevenZeroOptimizer"
-            )
-        if len(set(group["params"])) < len(group["params"]):
-            raise ValueError("a parameter is twice in a group: give each parameter to the optimizer once")
+            raise TypeError("FSDP or tensor parallelism has divided the state already: leave out UnevenZeroOptimizer")
         if self.optim is not None:
             params = group["params"] if self._world == 1 else self._divided(group)
             self.optim.add_param_group({**_options(group), "params": params})

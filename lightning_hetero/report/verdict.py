@@ -22,8 +22,8 @@ _ALIKE = 0.02  # of a time; less is no difference
 _SHORT_S = 3e-3  # below that an engine's own work costs as much as it saves
 _SETTLED = 30  # steps by which shares fit the devices
 
-_ENGINES = ("balanced", "stale", "pipeline", "federated")
-_SHARES = ("balanced", "stale")  # engines that give slow ranks less
+_ENGINES = ("balanced", "stale", "pipeline", "federated", "sharded")
+_SHARES = ("balanced", "stale", "sharded")  # engines that give slow ranks less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,11 @@ class Verdict:
 def engine_name(engine: str) -> str:
     """Returns an engine's name as the Trainer takes it; stock strategies as people call them."""
     return f"hetero_{engine}" if engine in _ENGINES else {"ddp": "stock DDP"}.get(engine, engine)
+
+
+def stock_name(engine: str) -> str:
+    """Returns what a run under an engine is compared with."""
+    return "equal parts" if engine == "sharded" else "stock DDP"
 
 
 def percent(part: float) -> str:
@@ -118,9 +123,10 @@ def _worth(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what: Alt
     if run.engine in _ENGINES:
         if "ddp" in what.engines and math.isnan(ddp_s):
             return f"{name} trains a model that stock DDP cannot hold: {mine} per batch."
-        gain, ddp = _gain(run, what), f"{mine} per batch, stock DDP about {milliseconds(ddp_s)}"
+        stock = stock_name(run.engine)
+        gain, ddp = _gain(run, what), f"{mine} per batch, {stock} about {milliseconds(ddp_s)}"
         if math.isnan(gain):
-            return f"{name} took {mine} per batch. What stock DDP would take is not known."
+            return f"{name} took {mine} per batch. What {stock} would take is not known."
         if gain >= _GAIN:
             return f"{name} worked: {ddp}: {as_fast(gain)}."
         gained = "gained nothing" if gain > 1.0 - _ALIKE else "made it slower"
@@ -204,7 +210,7 @@ def _next_step(run: RecordedRun, ledger: RunLedger, scores: Scores | None, what:
     if _exchanges_much(ledger):
         return (
             "Exchange less often or less: a larger batch per device, accumulate_grad_batches, or"
-            " a DDP communication hook that compresses."
+            " gradients in fewer bits."
         )
     if ledger.waited < _LITTLE:
         return "Nothing to do about waiting."
@@ -230,6 +236,7 @@ def others_text(what: Alternatives) -> str:
         else:
             ratio = what.measured_s / seconds
             than = "" if abs(ratio - 1.0) < _ALIKE else f" ({as_fast(ratio)})"
-            words.append(f"{engine_name(engine)} would take about {milliseconds(seconds)}{than}")
+            name = stock_name(what.engine) if engine == "ddp" else engine_name(engine)
+            words.append(f"{name} would take about {milliseconds(seconds)}{than}")
     took = f"{engine_name(what.engine)} took {milliseconds(what.measured_s)} per global batch of {what.samples} samples"
     return begun("; ".join([took, *words]) + ".") if words else ""

@@ -55,14 +55,15 @@ def alternatives_of(run: RecordedRun, ledger: RunLedger, pipeline: PipelineFacts
         setup = setup_from_run(run, ledger=ledger)
     except ValueError:  # files are missing, no full batch, or a rank has never worked
         return None
-    answer = plan(setup, ("ddp", "balanced", "stale"))
+    sharded = run.engine == "sharded"  # others may not hold the model; stock DDP stands for equal parts
+    answer = plan(setup, ("ddp",) if sharded else ("ddp", "balanced", "stale"))
     engines: dict[str, float] = {one.engine: one.step_s if one.ok else math.nan for one in answer.estimates}
     measured_s = ledger.step_s
     if run.engine in engines:
         engines[run.engine] = measured_s
     return Alternatives(
         engine=run.engine, samples=setup.global_batch, measured_s=measured_s, engines=engines,
-        chosen="ddp" if answer.chosen is None else answer.chosen.engine,
+        chosen=run.engine if sharded else "ddp" if answer.chosen is None else answer.chosen.engine,
     )  # fmt: skip
 
 

@@ -163,19 +163,14 @@ class BalancePolicy:
         self._guard.rebase(self._equal)
         if all(n <= b for n, b in zip(self.shares, self.limits.upper, strict=True)):
             return None
-        held = self._within_limits()
+        best = self._best(self._most()) if all(p.ready for p in self._predictors) else equal
+        held = best if best.ok else equal
         if not held.ok or held.shares == self.shares:
             return None
         self.shares = held.shares
         self._guard.decided(held.shares)
         reason = "memory" if self.limits.fit else "memory: together the ranks hold less than the global batch"
         return ShareDecision(shares=self.shares, changed=True, reason=reason)
-
-    def _within_limits(self) -> Allocation:
-        """Returns the split to go on with when limits have changed."""
-        alike = self.limits.alike()
-        best = self._best(self._most()) if all(p.ready for p in self._predictors) else alike
-        return best if best.ok else alike
 
     def urgent(self, samples: Sequence[float], compute_s: Sequence[float]) -> bool:
         """Returns whether a record must be evaluated before the next batch: some rank's time was not as expected.

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
-from lightning_hetero.base.checks import check_choice, check_counts
+from lightning_hetero.base.checks import check_choice
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.predictors import Predictor, PredictorName
@@ -65,7 +65,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         nonfinite: what a NaN or infinite gradient does: ``"stop"`` the run with the rank's name, or ``"skip"`` it.
         liveness_s: a rank without a push for so long, and for ten times its predicted time, has its samples given to
             others. One without a sign of life for twelve times as long is left behind where the others meet.
-        shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
@@ -98,7 +97,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         compression: CompressionName | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
-        shards: int | None = None,
         transport: Literal["auto", "pairs"] = "auto",
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
@@ -108,7 +106,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
         )  # fmt: skip
-        check_counts(shards=shards)
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
         if not (isinstance(liveness_s, int | float) and liveness_s > 0):
@@ -123,9 +120,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
         self.compression: CompressionName | None = compression
-        self.server = ServerSettings(
-            policy=self.policy, predictor=model, nonfinite=nonfinite, shards=shards, liveness_s=liveness_s
-        )
+        self.server = ServerSettings(policy=self.policy, predictor=model, nonfinite=nonfinite, liveness_s=liveness_s)
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
@@ -269,10 +264,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
-    def _in_step(self) -> bool:
-        run = self._connected
-        return run is not None and run.loop is not None and run.loop.in_step
-
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
@@ -288,7 +279,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._connected
-        if self._in_step() and not self._alone:
+        if run is not None and run.loop is not None and run.loop.in_step and not self._alone:
             refuse_saving_in_step()
         if run is not None and self.is_global_zero:
             run.session.fetch_state()  # and the parameters of that very version

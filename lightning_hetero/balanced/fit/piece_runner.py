@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -34,7 +34,8 @@ class GuardedStep:
         original: the user's ``training_step``.
         samples: of this rank's batch; None: not counted yet.
         planned: samples of each piece, by ``max_samples``, as many pieces on every rank; 0: one that counts nothing.
-        arguments: of a ``training_step`` that has computed the batch at once; None: it has not, or backward is over.
+        args, kwargs: of ``training_step``, whose first is the batch; none once the step is over.
+        whole: whether it has computed the batch at once, and backward is not over.
         loss_gradient: of the loss that it returned, once the backward pass has come to it.
         cut_again: whether the batch is computed in pieces other than the planned ones.
         in_pieces: whether a piece runs.
@@ -44,11 +45,17 @@ class GuardedStep:
     original: Callable[..., Any]
     samples: int | None
     planned: Sequence[int]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
     loss_gradient: Tensor | None = None
     in_pieces: bool = False
     cut_again: bool = False
     reason: str = ""
+
+    def run(self, piece: Any) -> Any:
+        """Returns what ``training_step`` does for a piece of the batch."""
+        return self.original(piece, *self.args[1:], **self.kwargs)
 
 
 ToDo = tuple[Any, int, float, Callable[[], None] | None]
@@ -78,15 +85,14 @@ class PieceRunner:
         self._module: LightningModule = trainer.lightning_module
 
     def run(
-        self, step: GuardedStep, batch: Any, most: int, run: Callable[[Any, int, float], None], *,
+        self, step: GuardedStep, most: int, run: Callable[[Any, int, float], None], *,
         todo: deque[ToDo] | None = None, more: Callable[[int], bool] = bool, idle: Callable[[], None] | None = None,
         again: Callable[[BaseException], bool] = is_out_of_memory,
     ) -> Any:  # fmt: skip
         """Runs all pieces that count, and returns the first.
 
         Args:
-            step: the step.
-            batch: the whole one, counted.
+            step: the step; its samples are counted.
             most: samples of a piece; fewer where these do not fit.
             run: computes a piece of so many samples; what it keeps of a piece is kept at its end.
             todo: pieces besides the planned ones; see `ToDo`; None: the whole batch.
@@ -95,7 +101,7 @@ class PieceRunner:
             again: whether smaller pieces may cure an error.
         """
         assert step.samples is not None
-        least = least_samples(self._module)
+        batch, least = step.args[0], least_samples(self._module)
         if todo is None:
             planned = [size for size in step.planned if size] or [step.samples]
             parts = self.split(step, batch, planned) if len(planned) > 1 else [batch]

@@ -92,9 +92,10 @@ class Recovery:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         step, pieces = self._step, self._pieces
-        samples, most = self._begin(step, args)
+        step.args, step.kwargs = args, kwargs
+        samples, most = self._begin(step)
         if step.planned or most < samples:
-            return self._in_pieces(step, args, kwargs, most)
+            return self._in_pieces(step, most)
         put_back = pieces.save() if self.cap.untried(samples) else None
         self._memory.begin(samples)
         try:
@@ -102,22 +103,22 @@ class Recovery:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            pieces.check(step, error, self._count(step, args))
+            pieces.check(step, error, self._count(step))
         else:
-            return self._computed(step, args, kwargs, output)
+            return self._computed(step, output)
         # Out of the handler, so that the error's frames are gone and with them what they hold.
         if put_back is not None:
             put_back()
         step.cut_again = True
-        return self._in_pieces(step, args, kwargs, pieces.failed(self._count(step, args)))
+        return self._in_pieces(step, pieces.failed(self._count(step)))
 
-    def _begin(self, step: GuardedStep, args: tuple[Any, ...]) -> tuple[int, int]:
+    def _begin(self, step: GuardedStep) -> tuple[int, int]:
         """Returns the samples of the batch, -1 if that is not known yet, and how many to compute at once."""
         cap, pieces = self.cap, self._pieces
         self._believed, pieces.tried, pieces.exchanged = True, False, 0
-        step.arguments = step.loss_gradient = None
+        step.whole, step.loss_gradient = False, None
         if step.samples is None and cap.failed is not None:
-            self._count(step, args)
+            self._count(step)
         samples = -1 if step.samples is None else step.samples
         most = max(step.planned, default=samples)
         if cap.exceeded_by(most):
@@ -125,35 +126,34 @@ class Recovery:
             step.reason = step.reason or f"{samples} samples do not fit, as was learned before"
         return samples, most
 
-    def _computed(self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _computed(self, step: GuardedStep, output: Any) -> Any:
         """Returns the output of the batch, which has fitted in forward."""
-        step.arguments = (args, kwargs)
+        step.whole = True
         loss = loss_of(output)
         if loss is not None and loss.requires_grad:
             loss.register_hook(partial(_note_gradient, step))
         return output
 
-    def _count(self, step: GuardedStep, args: tuple[Any, ...]) -> int:
+    def _count(self, step: GuardedStep) -> int:
         """Returns the batch's samples; not counted before they are needed, as it takes a walk through the batch."""
         if step.samples is None:
-            step.samples = compat.size_of_batch(self._trainer, required=False, batch=args[0])
+            step.samples = compat.size_of_batch(self._trainer, required=False, batch=step.args[0])
         return step.samples
 
-    def _in_pieces(self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> Any:
+    def _in_pieces(self, step: GuardedStep, most: int) -> Any:
         """Returns the whole batch's output, with a loss that stands in for its own.
 
         Args:
             step: the step.
-            args, kwargs: of ``training_step``.
             most: samples of a piece; fewer where these do not fit.
         """
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         gradients = PieceGradients(self._pieces.trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
         logs = PieceLogs(self._trainer, self._constant)
-        first, done = self._run_pieces(step, args, kwargs, most, gradients, logs)
+        first, done = self._run_pieces(step, most, gradients, logs)
         for _ in range(sum(not size for size in step.planned)):  # peers have more pieces, and a step may communicate
             with compat.metrics_frozen(self._module), statistics_kept(self._module), logs.collecting(first, 0):
-                loss = loss_of(step.original(first, *args[1:], **kwargs))
+                loss = loss_of(step.run(first))
             if loss is not None:
                 gradients.add(loss, 0.0)
 
@@ -162,17 +162,17 @@ class Recovery:
             self._pieces.check_reached(step, (p in found for p in self._pieces.trained()))
             return stand_in(value, found)
 
-        return self._joined(step, args, logs, done, stand)
+        return self._joined(step, logs, done, stand)
 
     def _joined(
-        self, step: GuardedStep, args: tuple[Any, ...], logs: PieceLogs, done: Sequence[Done],
-        stand: Callable[[Tensor], Tensor],
-    ) -> Any:  # fmt: skip
+        self, step: GuardedStep, logs: PieceLogs, done: Sequence[Done], stand: Callable[[Tensor], Tensor]
+    ) -> Any:
         """Returns the whole batch's output, with the loss that ``stand`` makes of its value."""
         self._believed = not step.cut_again
         logs.publish()
         if self._pieces.tried:
-            self._tell(step, max(step.planned, default=self._count(step, args)))
+            self._tell(step, max(step.planned, default=self._count(step)))
+        step.args = ()
         outputs, values, sizes = zip(*done, strict=True)
         if any(value is None for value in values):
             return None  # Lightning says what that means
@@ -180,26 +180,25 @@ class Recovery:
         return loss if rest is None else {"loss": loss, **rest}
 
     def _run_pieces(
-        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, gradients: PieceGradients,
-        logs: PieceLogs | None = None,
-    ) -> tuple[Any, list[Done]]:  # fmt: skip
+        self, step: GuardedStep, most: int, gradients: PieceGradients, logs: PieceLogs | None = None
+    ) -> tuple[Any, list[Done]]:
         """Runs all pieces of a batch and adds up their gradients.
 
         Args:
-            step, args, kwargs, most: see `_in_pieces`.
+            step, most: see `_in_pieces`.
             gradients: takes those of the pieces.
             logs: takes what they log; None: of the pieces nothing is kept besides.
 
         Returns:
             The first piece; and what is kept of each.
         """
-        total = self._count(step, args)
+        total = self._count(step)
         done: list[Done] = []
 
         def run(piece: Any, size: int, void: float) -> None:
             del void
             with nullcontext() if logs is None else logs.collecting(piece, size):
-                output = step.original(piece, *args[1:], **kwargs)
+                output = step.run(piece)
             loss, weight = loss_of(output), self._weight.of_piece(piece, size, total)
             if loss is not None:
                 gradients.add(loss, weight, step.loss_gradient)
@@ -207,7 +206,7 @@ class Recovery:
                 done.append(done_of(output, weight, size))
                 logs.keep()
 
-        return self._pieces.run(step, args[0], most, run), done
+        return self._pieces.run(step, most, run), done
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
@@ -224,8 +223,7 @@ class Recovery:
             ended: arranges on another loss what happens at the end of its backward pass.
         """
         step = self._step
-        whole = step.arguments is not None
-        if whole:
+        if whole := step.whole:
             self._taken.begin()
         try:
             run(loss)
@@ -235,7 +233,7 @@ class Recovery:
             samples = self._check_backward(step, error)
         else:
             self._backward_passes += 1
-            step.arguments = None
+            step.whole, step.args = False, ()
             if whole and step.samples:
                 self._memory.end(step.samples)
                 self.cap.fits(step.samples)
@@ -259,24 +257,23 @@ class Recovery:
     def _check_backward(self, step: GuardedStep, error: BaseException) -> int:
         """Raises the error, with the reason, if pieces would not help; returns the batch's samples."""
         step.reason, model = reason_of(error), self._model
-        if step.arguments is None or step.loss_gradient is None:
+        if not step.whole or step.loss_gradient is None:
             give_up(step.reason, "memory ran out outside of the batch's own graph", error)
         if isinstance(model, DistributedDataParallel) and model.static_graph and not self._backward_passes:
             give_up(step.reason, "with static_graph=True DDP learns from the first backward pass", error)
-        samples = self._count(step, step.arguments[0])
+        samples = self._count(step)
         self._pieces.exchanged = 0  # the collectives of forward are over
         self._pieces.check(step, error, samples)
         return samples
 
     def _remaining(self, step: GuardedStep, parameters: list[nn.Parameter], most: int) -> dict[Tensor, Tensor]:
         """Returns gradients of the step's last loss, as the broken pass would have computed them."""
-        assert step.arguments is not None and step.samples is not None
-        (args, kwargs), step.arguments = step.arguments, None
         gradients = PieceGradients(parameters)
         put_back = self._pieces.save()  # the forward pass that fitted has logged and counted
         with compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
-            self._run_pieces(step, args, kwargs, most, gradients)
+            self._run_pieces(step, most, gradients)
         put_back()
+        step.whole, step.args = False, ()
         found = gradients.gradients()
         self._pieces.check_reached(step, (p in found for p in parameters))
         return {p: found[p] if p in found else torch.zeros_like(p) for p in parameters}

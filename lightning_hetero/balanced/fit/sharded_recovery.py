@@ -78,47 +78,45 @@ class ShardedRecovery(Recovery):
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         step, pieces = self._step, self._pieces
-        self.weighed = False
-        samples, most = self._begin(step, args)
-        divided = bool(step.planned)
+        step.args, step.kwargs, self.weighed = args, kwargs, False
+        samples, most = self._begin(step)
+        divided, logs = bool(step.planned), PieceLogs(self._trainer, self._constant)
         if self._short:
             more, self._short = self._any(most < samples, self.cap.failed is not None)
             divided, step.cut_again = divided or more, step.cut_again or more
-        logs = PieceLogs(self._trainer, self._constant)
         if divided:
-            return self._in_passes(step, args, kwargs, most, logs)
+            return self._in_passes(step, most, logs)
         put_back = pieces.save() if self.cap.untried(samples) else None
         self._memory.begin(samples)
-        made = self._forward(step, args, kwargs, None, 0.0, logs)
+        made = self._forward(step, args[0], None, logs)
         failed, talked = self._any(made[1] is not None, pieces.exchanged > 0)
         if not failed:
             logs.keep()
             logs.publish()
-            return self._computed(step, args, kwargs, made[0])
+            return self._computed(step, made[0])
         if talked and made[1] is not None:
             give_up(step.reason, "training_step communicates with the other ranks")
         step.cut_again = True
-        return self._in_passes(step, args, kwargs, self._count(step, args), logs, made, put_back)
+        return self._in_passes(step, self._count(step), logs, made, put_back)
 
     def _forward(
-        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None, void: float,
-        logs: PieceLogs | None,
-    ) -> _Made:  # fmt: skip
-        """Runs the forward pass of ``args``, to its end, on so many samples; None: on the whole batch."""
+        self, step: GuardedStep, piece: Any, size: int | None, logs: PieceLogs | None, void: float = 0.0
+    ) -> _Made:
+        """Runs a forward pass to its end, on so many samples; None: on the whole batch."""
         self._passes.begin(void=void)
         try:
-            with nullcontext() if logs is None else logs.collecting(args[0], size):
-                return step.original(*args, **kwargs), None
+            with nullcontext() if logs is None else logs.collecting(piece, size):
+                return step.run(piece), None
         except RuntimeError as error:
-            self._check(step, error, args, size)
+            self._check(step, error, size)
         # Out of the handler, so that the error's frames are gone and with them what they hold.
-        return self._drained(step, args, kwargs, size)
+        return self._drained(step, piece, size)
 
-    def _check(self, step: GuardedStep, error: BaseException, args: tuple[Any, ...], size: int | None) -> None:
+    def _check(self, step: GuardedStep, error: BaseException, size: int | None) -> None:
         """Raises the error, with the reason, if the pass cannot be finished without this rank's part."""
         if not is_out_of_memory(error):
             raise error
-        self._pieces.check(step, error, self._count(step, args) if size is None else size)
+        self._pieces.check(step, error, self._count(step) if size is None else size)
         why, trained = self._passes.why_not(), self._trained()
         if not all(isinstance(p, DTensor) for p in trained):
             why = "a parameter outside of fully_shard has a gradient of this rank only"
@@ -134,18 +132,16 @@ class ShardedRecovery(Recovery):
         groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
         return [p for group in groups for p in group["params"]]
 
-    def _drained(
-        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None
-    ) -> _Made:  # fmt: skip
+    def _drained(self, step: GuardedStep, piece: Any, size: int | None) -> _Made:
         """Returns an output for the rest of a pass that memory was too short for, on as few samples as there can be."""
         done = self._passes.done
         self._passes.reset()
         free_memory(self._pieces.device)
-        piece = self._few(step, args, size)
+        few = self._few(step, piece, size)
         self._again.callback(self._pieces.save())
         self._again.enter_context(self._passes.again(done))
         with self._last_try(step), compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
-            return step.original(piece, *args[1:], **kwargs), done
+            return step.run(few), done
 
     @contextmanager
     def _last_try(self, step: GuardedStep) -> Iterator[None]:
@@ -155,36 +151,34 @@ class ShardedRecovery(Recovery):
             short = "not even as few samples fit as there can be"
             give_up(step.reason, short if is_out_of_memory(error) else f"{type(error).__name__}: {error}", error)
 
-    def _few(self, step: GuardedStep, args: tuple[Any, ...], size: int | None = None) -> Any:
-        """Returns as few of so many samples as there can be; None: of the whole batch's."""
-        samples, least = self._count(step, args) if size is None else size, least_samples(self._module)
-        return self._pieces.split(step, args[0], [least, samples - least])[0] if samples >= 2 * least else args[0]
+    def _few(self, step: GuardedStep, piece: Any, size: int | None) -> Any:
+        """Returns as few of so many samples as there can be."""
+        samples, least = self._count(step) if size is None else size, least_samples(self._module)
+        return self._pieces.split(step, piece, [least, samples - least])[0] if samples >= 2 * least else piece
 
     def _in_passes(
-        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, logs: PieceLogs,
-        made: _Made | None = None, put_back: Callable[[], None] | None = None,
+        self, step: GuardedStep, most: int, logs: PieceLogs, made: _Made | None = None,
+        put_back: Callable[[], None] | None = None,
     ) -> Any:  # fmt: skip
         """Returns the whole batch's output, with a loss that stands in for its own; all passes are over.
 
         Args:
             step: the step.
-            args, kwargs: of ``training_step``.
             most: samples of a piece; fewer where these do not fit.
             logs: takes what the pieces log.
             made: by the forward pass of the whole batch; None: there was none.
             put_back: undoes what it has changed.
         """
         self.weighed = True
-        total = self._count(step, args)
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         kept = [(p, p.grad) for p in self._trained()]
         for p, _ in kept:
             p.grad = None
-        todo: deque[ToDo] | None = None if made is None else deque([(args[0], total, 0.0, put_back)])
+        todo: deque[ToDo] | None = None if made is None else deque([(step.args[0], self._count(step), 0.0, put_back)])
         with self._paused():  # it may wait for the peers' token counts
             factor = self._weight.factor() * scale
-        done = self._compute(step, args, kwargs, most, todo, factor, logs, made)
+        done = self._compute(step, most, todo, factor, logs, made)
         found = [(p, p.grad) for p, _ in kept if p.grad is not None]
         for p, gradient in kept:
             p.grad = gradient
@@ -194,29 +188,29 @@ class ShardedRecovery(Recovery):
             loss.register_hook(partial(_hand_over, found, scale))
             return loss
 
-        return self._joined(step, args, logs, done, stand)
+        return self._joined(step, logs, done, stand)
 
     # ---- passes -----------------------------------------------------------------------------------------------
 
     def _compute(
-        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, todo: deque[ToDo] | None,
-        factor: float, logs: PieceLogs | None, made: _Made | None = None,
+        self, step: GuardedStep, most: int, todo: deque[ToDo] | None, factor: float = 1.0,
+        logs: PieceLogs | None = None, made: _Made | None = None,
     ) -> list[Done]:  # fmt: skip
         """Makes passes until no rank has anything left to compute; returns what is kept of this rank's pieces.
 
         Args:
-            step, args, kwargs, most: see `_in_passes`.
+            step, most: see `_in_passes`.
             todo: see `PieceRunner.run`.
             factor: of this rank's losses, where the gradient of the step's last loss is not known.
             logs: takes what pieces log; None: it goes nowhere.
             made: by the forward pass of the first piece.
         """
-        total, done, pending = self._count(step, args), list[Done](), [made] if made else []
+        total, done, pending = self._count(step), list[Done](), [made] if made else []
 
         def run(piece: Any, size: int, void: float) -> None:
-            given, weight = (piece, *args[1:]), self._weight.of_piece(piece, size, total)
+            weight = self._weight.of_piece(piece, size, total)
             void = void if factor * weight else math.inf
-            output, failed = pending.pop() if pending else self._forward(step, given, kwargs, size, void, logs)
+            output, failed = pending.pop() if pending else self._forward(step, piece, size, logs, void)
             self._passes.void = max(void, self._passes.void)
             found, loss = done_of(output, weight, size), loss_of(output)
             del output
@@ -225,7 +219,7 @@ class ShardedRecovery(Recovery):
                 head = torch.ones_like(loss) * factor if step.loss_gradient is None else step.loss_gradient
                 loss.backward(head.to(loss.dtype) * (weight or 1.0))
 
-            failed = self._differentiate(step, given, kwargs, size, loss, differentiate, failed)
+            failed = self._differentiate(step, piece, size, loss, differentiate, failed)
             if failed is not None:
                 raise _RanOut(step.reason, failed)
             if logs is not None:
@@ -233,10 +227,10 @@ class ShardedRecovery(Recovery):
                 logs.keep()
 
         def idle() -> None:
-            given, put_back = (self._few(step, args), *args[1:]), self._pieces.save()
+            few, put_back = self._few(step, step.args[0], total), self._pieces.save()
             with compat.unlogged(self._module):
-                output, _ = self._forward(step, given, kwargs, 1, math.inf, None)
-                self._differentiate(step, given, kwargs, 1, loss_of(output), Tensor.backward)
+                output, _ = self._forward(step, few, 1, None, math.inf)
+                self._differentiate(step, few, 1, loss_of(output), Tensor.backward)
             put_back()
 
         def more(left: int) -> bool:
@@ -244,20 +238,19 @@ class ShardedRecovery(Recovery):
             self._short |= step.cut_again
             return anything
 
-        self._pieces.run(step, args[0], most, run, todo=todo, more=more, idle=idle, again=_ran_out)
+        self._pieces.run(step, most, run, todo=todo, more=more, idle=idle, again=_ran_out)
         return done
 
     def _differentiate(
-        self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None, loss: Tensor | None,
-        run: Callable[[Tensor], None], failed: int | None = None, holders: Sequence[Tensor] = (),
-        ended: Callable[[Tensor], object] = id,
+        self, step: GuardedStep, piece: Any, size: int | None, loss: Tensor | None, run: Callable[[Tensor], None],
+        failed: int | None = None, holders: Sequence[Tensor] = (), ended: Callable[[Tensor], object] = id,
     ) -> int | None:  # fmt: skip
         """Runs the backward pass of a pass, to its end, whatever happens; returns when memory ran out, see `_Made`.
 
         Args:
             step: the step.
-            args, kwargs: of ``training_step``.
-            size: samples; None: the whole batch.
+            piece: that the pass computes; or the whole batch.
+            size: its samples; None: they may not have been counted.
             loss: to be differentiated.
             run: differentiates it.
             failed: see `_Made`; of the forward pass.
@@ -270,7 +263,7 @@ class ShardedRecovery(Recovery):
             except RuntimeError as error:
                 if failed is not None:
                     raise
-                self._check(step, error, args, size)
+                self._check(step, error, size)
                 failed = self._passes.done
             else:
                 loss = None
@@ -280,7 +273,7 @@ class ShardedRecovery(Recovery):
             with ExitStack() as stack:
                 for name, replacement in self._alone().items():
                     stack.enter_context(patched(self._trainer.strategy, name, replacement))
-                output, failed = self._drained(step, args, kwargs, size)
+                output, failed = self._drained(step, piece, size)
             loss = loss_of(output)
             assert loss is not None
             self._believed = False
@@ -293,17 +286,16 @@ class ShardedRecovery(Recovery):
 
     def _alone(self) -> dict[str, Callable[..., Any]]:
         """Returns, by name, what stands for the collectives of a ``training_step`` whose peers have made theirs."""
-        world_size = self._trainer.world_size
 
         def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             del args, kwargs
-            return torch.stack([tensor] * world_size)
+            return torch.stack([tensor] * self._trainer.world_size)
 
-        def same(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def same(value: Any = None, *args: Any, **kwargs: Any) -> Any:
             del args, kwargs
             return value
 
-        return {"all_gather": all_gather, "reduce": same, "broadcast": same, "barrier": lambda *_, **__: None}
+        return {"all_gather": all_gather, "reduce": same, "broadcast": same, "barrier": same}
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
@@ -312,30 +304,34 @@ class ShardedRecovery(Recovery):
         ended: Callable[[Tensor], None],
     ) -> None:  # fmt: skip
         step = self._step
-        if step.arguments is None:
+        if not step.whole:
             run(loss)
             return
-        (args, kwargs), step.arguments = step.arguments, None
         counts = not self._passes.void
         self._pieces.exchanged = 0  # the collectives of forward are over
-        done = self._differentiate(step, args, kwargs, None, loss, run, holders=holders, ended=ended)
+        done = self._differentiate(step, step.args[0], None, loss, run, holders=holders, ended=ended)
         if not self._any(done is not None)[0]:
             if step.samples:
                 self._memory.end(step.samples)
                 self.cap.fits(step.samples)
-            return
+        else:
+            self._complete(step, done, counts)
+        step.whole, step.args = False, ()
+
+    def _complete(self, step: GuardedStep, done: int | None, counts: bool) -> None:
+        """Adds what is missing of a backward pass in which memory ran out, after ``done`` collectives of this rank."""
         if done is not None and step.loss_gradient is None:
             give_up(step.reason, "memory ran out outside of the batch's own graph")
         step.cut_again = self._short = True
-        most = total = self._count(step, args)
+        most = total = self._count(step)
         todo = deque[ToDo]()
         if done is not None:
             most = self._pieces.failed(total)
             if counts:
-                todo.append((args[0], total, done, None))
+                todo.append((step.args[0], total, done, None))
         put_back = self._pieces.save()  # the forward pass that fitted has logged and counted
         with compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
-            self._compute(step, args, kwargs, most, todo, 1.0, None)
+            self._compute(step, most, todo)
         put_back()
         if done is not None:
             self._tell(step, total)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +26,7 @@ from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.rounds import Rounds
-from lightning_hetero.federated.fit.settings import FederatedSettings
+from lightning_hetero.federated.fit.settings import COLLECTIVE_S, FederatedSettings
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 from lightning_hetero.types import StepReport
@@ -55,7 +56,9 @@ class FederatedRun(ElasticRun[OwnBinder]):
         settings.check(shared)
         agreed = settings.agreed(shared, strategy.agreed) if invitation is None else None
         store = None if invitation is None else invitation.run_store
-        timeout = settings.collective_timeout(strategy.timeout)
+        timeout = strategy.timeout
+        if settings.min_clients is not None:  # of some that have just met
+            timeout = min(timeout or timedelta(minutes=30), timedelta(seconds=max(COLLECTIVE_S, settings.liveness_s)))
         super().__init__(trainer, timeout=timeout, settings=agreed, store=store)
         if settings.proximal and not self.module.automatic_optimization:
             raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from typing import Any
 
 from lightning_hetero.base.arguments import SharedSettings
@@ -42,12 +41,6 @@ class FederatedSettings:
     participation: float
     min_clients: int | None
     liveness_s: float
-
-    def collective_timeout(self, given: timedelta | None) -> timedelta | None:
-        """Returns the timeout of collectives: as given, but where clients may be lost of some that have just met."""
-        if self.min_clients is None:
-            return given
-        return min(given or timedelta(minutes=30), timedelta(seconds=max(COLLECTIVE_S, self.liveness_s)))
 
     def agreed(self, shared: SharedSettings, ddp: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""

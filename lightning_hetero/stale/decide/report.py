@@ -21,8 +21,8 @@ class Counts:
     """Totals since the start of the server.
 
     Attributes:
-        updates, apply_s, longest_apply_s, last_apply_s: updates, and the time they took [s].
-        queue, longest_queue: messages found waiting when the server looked, the last time and at most.
+        updates, apply_s, longest_apply_s: updates, and the time they took [s].
+        longest_queue: messages found waiting when the server looked, at most.
         pushes, samples: accepted, by rank.
         staleness: samples accepted, by the number of versions they were old.
         discarded: samples computed and wasted, by reason.
@@ -35,8 +35,6 @@ class Counts:
     updates: int = 0
     apply_s: float = 0.0
     longest_apply_s: float = 0.0
-    last_apply_s: float = 0.0
-    queue: int = 0
     longest_queue: int = 0
     pushes: Counter[int] = field(default_factory=Counter[int])
     samples: Counter[int] = field(default_factory=Counter[int])
@@ -51,12 +49,10 @@ class Counts:
         """An update took so long."""
         self.updates += 1
         self.apply_s += seconds
-        self.last_apply_s = seconds
         self.longest_apply_s = max(self.longest_apply_s, seconds)
 
     def waiting(self, messages: int) -> None:
         """So many messages were waiting."""
-        self.queue = messages
         self.longest_queue = max(self.longest_queue, messages)
 
     def accepted(self, rank: int, samples: int, staleness: int, compute_s: float) -> None:

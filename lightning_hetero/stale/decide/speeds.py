@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
@@ -63,14 +63,9 @@ class Speeds:
         if equal or not self._coarse or not order:
             shares = _equal_parts(len(order), total)
         else:
-            shares = _shares(tuple(self._coarse.get(rank) or self._mean() for rank in order), total)
+            costs = (self._coarse.get(rank) or _coarse(cast("LearnedCost", self.cost(rank))) for rank in order)
+            shares = _shares(tuple(costs), total)
         return dict(zip(order, shares, strict=True))
-
-    def _mean(self) -> AffineCost:
-        """Returns what is taken for the cost of a rank that was never measured."""
-        cost = self.cost(-1)
-        assert cost is not None
-        return _coarse(cost)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: the kind of predictor, and its memory per rank."""

@@ -126,15 +126,10 @@ class StepLoop:
 
     def opened(self, batch: Any) -> None:
         """The batch is on the device."""
-        self._work.weight = self._weigh(batch)
-
-    def _weigh(self, batch: Any) -> float:
-        samples = self._work.piece_samples
-        if self._sums:
-            return 1.0
-        if self._weight_of is None or not samples:
-            return float(samples)
-        return real("batch_weight(batch)", self._weight_of(batch))
+        work = self._work
+        work.weight = 1.0 if self._sums else float(work.piece_samples)
+        if not self._sums and self._weight_of is not None and work.piece_samples:
+            work.weight = real("batch_weight(batch)", self._weight_of(batch))
 
     # ---- optimizer steps --------------------------------------------------------------------------------------
 

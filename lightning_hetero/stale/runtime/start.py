@@ -44,7 +44,6 @@ class ServerSettings:
     policy: Policy
     predictor: Predictor | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
-    shards: int | None = None
     divide_by: float | None = None
     liveness_s: float = 5.0
 
@@ -123,9 +122,7 @@ def start_server(
         shown = listener.memory.parameters
         server = ParameterServer(
             layout=layout, area=area, parameters=parameters, optimizers=optimizers, listener=listener,
-            coordinator=coordinator, divide_by=settings.divide_by, nonfinite=settings.nonfinite,
-            shards=settings.shards,
-            stamp=shown.stamp,
+            coordinator=coordinator, divide_by=settings.divide_by, nonfinite=settings.nonfinite, stamp=shown.stamp,
             limits=Limits(
                 connect_s=_AWAITED_S, silence_s=SILENT_SIGNS * settings.liveness_s, meeting_s=timeout.total_seconds()
             ),

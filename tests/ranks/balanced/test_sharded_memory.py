@@ -149,7 +149,7 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     for rank, (trained, samples, failures, told, _) in enumerate(outcomes):
         assert trained.distance(whole(expected)) <= EXACT
         assert bool(failures) == bool(told) == (rank in limits and limits[rank] < args.get("max_samples", 99))
-        assert not failures or max(samples) > limits[rank]
+        assert not failures or (max(samples) > limits[rank] and failures <= 4), "it knows what does not fit"
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

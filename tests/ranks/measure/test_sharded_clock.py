@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,11 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hetero import StragglerMonitor
 from lightning_hetero.measure import kinds
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from tests.ranks.harness import run_ranks
+from tests.ranks.kit import rank_trainer
 
 # ---- exact: seconds pass where a test says so ------------------------------------------------------------------
 
@@ -418,7 +423,7 @@ def compiled_before() -> Case:
 
 @case
 def compiled_inside() -> Case:
-    module = Chain([torch.compile(Layer(), backend="aot_eager", fullgraph=True) for _ in range(2)])  # type: ignore[misc]
+    module = Chain([torch.compile(Layer(), backend="eager", fullgraph=True) for _ in range(2)])  # type: ignore[misc]
     sharded(*module.layers, module)
     return step(module, X), 2 * LAYER_S + 2 * 0.25 + 0.5
 
@@ -487,6 +492,32 @@ def test_gradients_are_the_same_under_the_stopwatch() -> None:
         assert len(without) == 6 and all(torch.equal(a, b) for a, b in zip(without, under, strict=True))
 
 
+class Stock(LightningModule):
+    """Sharded by its own `configure_model`; nobody calls the module as a whole."""
+
+    def configure_model(self) -> None:
+        self.net = chain(mesh=cast(Any, self.device_mesh)["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def under_stock_lightning(rank: int, world: int) -> list[tuple[float, float]]:
+    strategy, monitor = ModelParallelStrategy(world, 1, process_group_backend="gloo"), StragglerMonitor()
+    trainer = rank_trainer(rank, world, strategy, max_epochs=1, callbacks=[monitor])
+    with mock.patch.object(kinds, "time", SimpleNamespace(perf_counter=lambda: Clock.now_s)):
+        trainer.fit(Stock(), DataLoader(TensorDataset(torch.ones(12, 4)), 2))
+    return [(event.data["compute_s"], event.data["wait_s"]) for event in monitor.step_events()]
+
+
+def test_stragglers_are_seen_under_stock_lightning() -> None:
+    for rows in run_ranks(2, under_stock_lightning):
+        assert rows == [pytest.approx((CHAIN_S, 6 * GATHER_S + 3 * SCATTER_S))] * 3
+
+
 # ---- real: ranks of different speed, by a host's clock that sees none ------------------------------------------
 # The only place where real time decides: each rank's quietest step counts, against what it has really slept.
 
@@ -531,7 +562,7 @@ def of_different_speed(rank: int, world: int) -> list[tuple[float, float, float,
         fully_shard(one)
     probe, rows = StepProbe(device_of("cpu")), []
     probe.attach(module)
-    for _ in range(4):
+    for _ in range(3):
         slept.clear()
         dist.barrier()
         begin_s = time.perf_counter()

@@ -155,8 +155,8 @@ def test_waiting_modules_are_left_out(probe: StepProbe, clock: FakeClock) -> Non
     waits = Waits(clock, 40.0, 50.0)
     module = nn.Sequential(Spends(clock, 1.0, 2.0), waits, nn.ReLU(inplace=True), Spends(clock, 4.0, 8.0))
     probe.attach(module)
-    step(probe, clock, module)
-    assert probe.take() == pytest.approx(15.0)
+    step(probe, clock, module, wait_s=7.0)
+    assert probe.take_both() == pytest.approx((15.0, 97.0))
     probe.detach()
     step(probe, clock, module)  # without its hooks the probe is blind
     assert probe.take() is None

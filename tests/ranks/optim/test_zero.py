@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,8 +137,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Pair], Any]] = {
 
 
 def optimizers_job(rank: int, world: int) -> dict[str, tuple[float, list[str], int]]:
-    zero._BUCKET_BYTES = 512  # several to a tensor
-    return {name: trained_and_resumed(make(), schedule) for name, (make, schedule) in OPTIMIZERS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "_BUCKET_BYTES", 512)  # several to a tensor
+        return {name: trained_and_resumed(make(), schedule) for name, (make, schedule) in OPTIMIZERS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +256,7 @@ class Placed(nn.Parameter):
     placements = ()  # as a DTensor's
 
 
-def refusals_job(rank: int, world: int) -> dict[str, str]:
+def capacities_job(rank: int, world: int) -> dict[str, str]:
     model = Model()
     made = partial(UnevenZeroOptimizer, list(model.parameters()), AdamW)
     calls: dict[str, Callable[[], Any]] = {
@@ -266,39 +267,46 @@ def refusals_job(rank: int, world: int) -> dict[str, str]:
         "LBFGS": lambda: UnevenZeroOptimizer(model.parameters(), torch.optim.LBFGS),
         "Muon": lambda: UnevenZeroOptimizer(model.parameters(), torch.optim.Muon),
         "DTensor": lambda: UnevenZeroOptimizer([Placed(torch.ones(4))], AdamW),
-        "twice": lambda: UnevenZeroOptimizer([model.scale, model.scale], AdamW),
         "not collected": lambda: made().state_dict(),
     }
     said = {}
     for name, call in calls.items():
-        with pytest.raises((TypeError, ValueError, RuntimeError)) as error, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of a parameter that is there twice
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
             call()
         said[name] = f"{error.type.__name__}: {error.value}"
     said["auto"] = repr(len(set(made().capacities)))
+    needed = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
+    for name, gb in (("two cards", [24, 10]), ("one card", [24, 24]), ("nothing is left", [0, 0])):
+        card = SimpleNamespace(total_bytes=lambda gb=gb: needed + gb[rank] * 1e9, device="cuda:0")
+        card.identity = lambda name=name: "the same" if name == "one card" else str(rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero, "device_of", lambda _, card=card: card)
+            said[name] = str([f"{size / 1e9:.2f}" for size in made().capacities])
     return said
 
 
-REFUSED = {
+SAID = {
     "few": r"ValueError: capacities=\[1.0\] must be 'auto', or a list of one number > 0 for each of the 2 ranks",
     "negative": r"ValueError: capacities\[1\]=-2.0 must be a finite number > 0",
     "text": "ValueError: capacities='equal' must be 'auto', or a list",
     "unequal": r"ValueError: capacities=\[\[1.0, 1.0\], \[1.0, 2.0\]\] of the ranks must be the same on all",
     "LBFGS": "TypeError: LBFGS needs inner products",
     "Muon": "ValueError: Muon only supports 2D parameters",  # on both, not only where such a parameter is
-    "DTensor": "TypeError: FSDP or tensor parallelism has divided these parameters",
-    "twice": "ValueError: a parameter is twice in a group",
+    "DTensor": "TypeError: FSDP or tensor parallelism has divided the state already",
     "not collected": r"RuntimeError: .*call consolidate_state_dict\(\) on all of them",
     "auto": "1",  # two ranks share this host's memory
+    "two cards": r"\['24.00', '10.00'\]",  # what weights and gradients leave
+    "one card": r"\['12.00', '12.00'\]",
+    "nothing is left": r"\['0.00', '0.00'\]",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_arguments_say_what_to_do(name: str, refusals: list[dict[str, str]]) -> None:
-    for rank in refusals:
-        assert re.match(REFUSED[name], rank[name]), rank[name]
-
-
 @pytest.fixture(scope="module")
-def refusals() -> list[dict[str, str]]:
-    return run_ranks(2, refusals_job)
+def capacities() -> list[dict[str, str]]:
+    return run_ranks(2, capacities_job)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_capacities_and_what_is_said_of_wrong_arguments(name: str, capacities: list[dict[str, str]]) -> None:
+    for rank in capacities:
+        assert re.match(SAID[name], rank[name]), rank[name]

@@ -42,7 +42,8 @@ def _register_names() -> None:
     if strategies is None or registry is None:
         return
     stock = [name for name, entry in registry.items() if entry["strategy"] is strategies.DDPStrategy]
-    for ours in [name.replace("ddp", f"hetero_{engine}", 1) for engine in ENGINES for name in stock]:
+    names = [name.replace("ddp", f"hetero_{engine}", 1) for engine in ENGINES for name in stock]
+    for ours in [*names, "hetero_sharded"]:  # which takes no arguments of DDP's
         if ours not in registry:
             described = "of lightning-hetero, which is imported when this is chosen"
             registry.register(ours, partial(_strategy_named, registry, ours), description=described)
