@@ -61,7 +61,7 @@ class Model(LightningModule):
         return self.weight * nn.functional.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
 class ShardedModel(Model):
