@@ -244,7 +244,8 @@ class Rank:
         met = 0 if invitation is None else invitation.meetings
         first = self.number == 0 and invitation is None
         forked = simulation.server_process(self.process) if first else None
-        self.session = session = _Session(self.trainer, None, members, meetings=met, forked=forked)
+        strategy = SimpleNamespace(members=members, timeout=None)
+        self.session = session = _Session(self.trainer, strategy, None, meetings=met, forked=forked)
         channel: Any = SimpleNamespace(rebind=lambda group: None, leave=lambda: None, group=None)
         self.meetings = ServerMeetings(
             self.trainer, session, members, channel, backend="gloo", timeout=None, liveness_s=LIVENESS_S,

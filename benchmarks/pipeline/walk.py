@@ -16,13 +16,12 @@ from benchmarks.pipeline.models import Net, dataset, make
 from benchmarks.pipeline.plans import Entry, policy_of
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
-from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace, SlowClock
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
@@ -114,10 +113,10 @@ class Walk:
             RunStore(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), b""), rank
         )
 
-        def clock(peer: int) -> LinkClock | SlowClock:
+        def clock(peer: int) -> LinkClock:
             if not emulated or sleeps_inside:
                 return LinkClock()
-            return SlowClock(LinkClock(), links[peer][rank], failures.check)
+            return SlowClock(links[peer][rank], failures.check)
 
         return StageRunner(
             RunnerSettings(

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster
+from lightning_hetero.plan.estimate import EngineName
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
@@ -132,6 +133,7 @@ def levels(name: str) -> Setup:
 
 # Dense FP16 tensor TFLOPS with FP32 accumulation and memory, by NVIDIA's architecture papers (Ada, GA102, Turing).
 _BOX = (("4090", 165.2, 24.0), ("3080", 59.5, 10.0), ("2080", 40.3, 8.0))
+BOX_ENGINES: tuple[EngineName, ...] = ("ddp", "balanced", "pipeline", "stale")
 _REACHED = 0.4  # of the peak, assumed for all three
 
 
@@ -227,7 +229,7 @@ def box_table() -> str:
     head = ("GPT", "engine", "ms per update", "4090", "3080", "2080")
     lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|---|---|"]
     for name, layers, width in (("124M (12 layers)", 12, 768), ("354M (24 layers)", 24, 1024)):
-        answer = plan(box(layers, width))
+        answer = plan(box(layers, width), BOX_ENGINES)
         for i, estimate in enumerate(answer.estimates):
             cells = [f"{share:.3g} samples" for share in estimate.shares] or ["does not fit"] * 3
             if estimate.plan is not None:

@@ -9,9 +9,10 @@ from typing import Literal, NoReturn
 from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
 
-ChosenName = Literal["balanced", "stale", "pipeline"]
+ChosenName = Literal["balanced", "stale", "pipeline", "sharded"]
 ENGINES: tuple[ChosenName, ...] = ("balanced", "pipeline", "stale")
-"""From the one that changes least of how a model trains to the one that changes most."""
+"""From the one that changes least of how a model trains to the one that changes most; whether a module shards itself is
+known without a plan."""
 
 _MESSAGES = 1.15  # of the others' throughput: what messages cost beside their time on the wire no plan knows
 

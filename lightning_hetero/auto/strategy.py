@@ -2,6 +2,7 @@
 
     Trainer(strategy="hetero_auto")     launch, process group, hooks of set-up: this strategy, which is DDP until then
     set-up of a fit                     warm-up -> planner -> the engine; its own set-up, and all that follows
+    a module that shards itself         hetero_sharded, before ``configure_model`` is called
     one device, evaluation alone        stock DDP; nothing is chosen
 """
 
@@ -23,10 +24,12 @@ from typing_extensions import Unpack
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
 from lightning_hetero.auto.warm_up import WarmUp
+from lightning_hetero.balanced.sharded import ShardedBalancedStrategy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
 from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.base.own_data import own_data_in
+from lightning_hetero.base.refusals import Refusals, shards_itself
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.base.strategy import HeteroStrategy
@@ -48,7 +51,9 @@ _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
     "balanced": LoadBalancedStrategy,
     "pipeline": HeteroPipelineStrategy,
     "stale": BoundedStalenessStrategy,
+    "sharded": ShardedBalancedStrategy,
 }
+_TO_SHARDED = {*SharedSettings.__slots__, "monitor", "accelerator", "process_group_backend", "timeout"}
 
 
 class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
@@ -58,9 +63,10 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     `chosen` is the same. Nothing that the trial changes is left changed. The engine stays for the Trainer's life.
 
     Args:
-        engines: those in question, of ``"hetero_balanced"``, ``"hetero_pipeline"`` and ``"hetero_stale"``; ``None``:
-            all. The stale engine's updates are not those of one process; it is taken where it is more than 10 % faster
-            than the others.
+        engines: those in question, of ``"hetero_balanced"``, ``"hetero_pipeline"``, ``"hetero_stale"`` and
+            ``"hetero_sharded"``; ``None``: all. The stale engine's updates are not those of one process; it is taken
+            where it is more than 10 % faster than the others. The sharded one is taken for modules that shard
+            themselves in ``configure_model``, and for no others.
         warm_up_s: aimed-at time of the steps that show how much a device's times differ [s].
         options: arguments of engines, by name, e.g. ``{"hetero_stale": {"bound": 2}}``.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
@@ -74,6 +80,10 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         monitor: print one line about the ranks at the end of a fit.
         accelerator: as in `DDPStrategy`; the Trainer sets it.
         **ddp: the other arguments of `DDPStrategy` and `DistributedDataParallel`, see `DDPArguments`.
+
+    Attributes:
+        chosen: the engine; None before a fit, on one device, and in the process that has started those that train.
+        choice: what it was chosen from, and why; None before.
 
     Raises:
         ValueError: an argument is out of range; when a fit begins: no engine trains the module.
@@ -96,40 +106,37 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
         )  # fmt: skip
-        asked: Sequence[str] = ENGINES if engines is None else [engines] if isinstance(engines, str) else engines
+        asked: Sequence[str] = [*_CLASSES] if engines is None else [engines] if isinstance(engines, str) else engines
         names: list[Any] = [name.removeprefix("hetero_") for name in asked]
         of = {name.removeprefix("hetero_"): dict(given) for name, given in (options or {}).items()}
-        if not names or set(names) - set(ENGINES):
-            raise ValueError(f"engines={engines!r} must be one or more of hetero_{', hetero_'.join(ENGINES)}")
+        if not names or set(names) - set(_CLASSES):
+            raise ValueError(f"engines={engines!r} must be one or more of hetero_{', hetero_'.join(_CLASSES)}")
         if set(of) - set(names):
             raise ValueError(f"options={options!r} must be arguments by engine, of hetero_{', hetero_'.join(names)}")
         self.engines: tuple[ChosenName, ...] = tuple(name for name in ENGINES if name in names)
+        self._takes_sharded = "sharded" in names
         self.warm_up_s = real("warm_up_s", warm_up_s, above=True, most=60.0)
         self.options = of
         self.choice: Choice | None = None
         of_all = {name: getattr(self.shared, name) for name in SharedSettings.__slots__}
         self._given: dict[str, Any] = {**of_all, "monitor": monitor, "accelerator": accelerator, **ddp}
-        self._chosen: HeteroStrategy[Any] | None = None
+        self.chosen: HeteroStrategy[Any] | None = None
         self._scenario: Scenario | None = None
         self._state: dict[str, Any] = {}  # of a checkpoint, until there is an engine to take it
         for name in names:
             self._made(name, {})  # whatever is wrong with the options is said at once
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._chosen is None else repr(self._chosen)
-
-    @property
-    def chosen(self) -> HeteroStrategy[Any] | None:
-        """The engine; None before a fit, on one device, and in the process that has started those that train."""
-        return self._chosen
+        return super().__repr__() if self.chosen is None else repr(self.chosen)
 
     def _made(self, name: ChosenName, given: Mapping[str, Any]) -> HeteroStrategy[Any]:
+        given = {key: value for key, value in given.items() if name != "sharded" or key in _TO_SHARDED}
         return _CLASSES[name](**{**given, **self.options.get(name, {})})
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def goes_on_without_a_rank(self) -> bool:
-        chosen = self._chosen
+        chosen = self.chosen
         return chosen is not None and chosen.goes_on_without_a_rank()
 
     def begin(self, trainer: Trainer) -> NoReturn:
@@ -140,7 +147,13 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         return self.world_size > 1 and trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def setup_environment(self) -> None:
-        if self._chooses():
+        trainer, module = self._attached_trainer(), self.lightning_module
+        if trainer is not None and module is not None and self._takes_sharded and shards_itself(module):
+            why = "there is no DistributedDataParallel around a sharded model"
+            Refusals(no_wrapper=why).check_ddp_arguments(self.agreed, "hetero_sharded")
+            line = f"hetero_auto takes hetero_sharded: {type(module).__name__} shards itself in configure_model"
+            self._take(trainer, Choice(engine="sharded", line=line)).setup_environment()
+        elif self._chooses():
             super(HeteroStrategy, self).setup_environment()  # the process group; the run is the engine's
         else:
             super().setup_environment()
@@ -164,17 +177,15 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
             super().setup(trainer)
             return
         module = trainer.lightning_module
+        self.check_module(module)
         with isolate_rng():  # what is drawn from here on is what it would be without a warm-up
             refused = self._refused(module)
             with closing(SideChannel(gloo_group(self.timeout))) as channel:
-                self.choice = self._choice(trainer, module, refused, channel)
-            (rank_zero_warn if self.choice.failed else rank_zero_info)(self.choice.line)
-            engine = self._made(self.choice.engine, self._given)
-            if self.choice.engine == "pipeline":  # which moves what each rank holds by itself
+                choice = self._choice(trainer, module, refused, channel)
+            if choice.engine == "pipeline":  # which moves what each rank holds by itself
                 module.cpu()
                 device_of(self.root_device).empty_cache()
-            hand_over(trainer, self, engine)
-            self._chosen = engine
+            engine = self._take(trainer, choice)
             engine.setup_environment()
         engine.take_state({CHECKPOINT_KEY: self._state} if self._state else {})
         self._state = {}
@@ -182,6 +193,12 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
             if isinstance(callback, ThrottleCallback):  # it has asked who sleeps
                 callback.setup(trainer, module, "fit")
         engine.setup(trainer)
+
+    def _take(self, trainer: Trainer, choice: Choice) -> HeteroStrategy[Any]:
+        (rank_zero_warn if choice.failed else rank_zero_info)(choice.line)
+        self.choice, self.chosen = choice, self._made(choice.engine, self._given)
+        hand_over(trainer, self, self.chosen)
+        return self.chosen
 
     def _refused(self, module: LightningModule) -> dict[str, str]:
         """Returns why engines do not train this module with these arguments; the same on all ranks."""

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_hetero.balanced.fit.balancing import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.sharded_run import ShardedRun
-from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, shard_module
+from lightning_hetero.balanced.runtime.norms import clip_by_norm, each_norm, total_norm
+from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, check_synchronised, shard_module
+from lightning_hetero.balanced.runtime.shard_state import is_fresh, load_sharded, load_whole, order_groups
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelParallelArguments
 from lightning_hetero.base.checks import check_counts
+from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.patches import called_as_forward, replace_methods
-from lightning_hetero.lightning_compat.strategies import set_parallel_sizes
+from lightning_hetero.lightning_compat.checkpoints import remove
+from lightning_hetero.lightning_compat.norms import norms_by
+from lightning_hetero.lightning_compat.patches import called_as_forward, patched, replace_methods
+from lightning_hetero.lightning_compat.strategies import set_parallel_sizes, syncs_batch_norm
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import LossReduction
@@ -74,6 +82,12 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
 
     engine = "sharded"
     stock = (ModelParallelStrategy,)
+    refusals = replace(
+        BalancingStrategy.refusals,
+        whole="this callback copies or reshapes whole parameters, and here each rank has a part of each. To average"
+        " weights, keep {name: p.detach().clone() for name, p in module.named_parameters()} in a callback: parts are"
+        " averaged as whole parameters are",
+    )
     _unshard: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
@@ -102,11 +116,12 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
             policy=policy, rebalance=rebalance, exchange_every=exchange_every, stream=stream, batch_cost=batch_cost,
             sample_costs=sample_costs, global_batch_size=global_batch_size, batch_sampler=batch_sampler,
             loss_reduction=loss_reduction, batch_weight=batch_weight, own_data=own_data, monitor=monitor,
-            accelerator=accelerator, **stock,
+            accelerator=accelerator, **cast(Any, stock),
         )  # fmt: skip
         check_counts(data_parallel_size=None if data_parallel_size == "auto" else data_parallel_size)
         check_counts(tensor_parallel_size=None if tensor_parallel_size == "auto" else tensor_parallel_size)
         check_sharding(shard)
+        self._distributed: bool = self.given.get("save_distributed_checkpoint", True)
         self._data_parallel: int | Literal["auto"] = data_parallel_size
         self._tensor_parallel: int | Literal["auto"] = tensor_parallel_size
         self._shard: Sharding | None = shard
@@ -144,19 +159,100 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
     def setup_environment(self) -> None:
         super().setup_environment()
         module = self.lightning_module
+        if module is not None:
+            self.check_module(module)
+        if self.world_size > 1 and syncs_batch_norm(self):
+            raise TypeError(
+                "sync_batchnorm=True: ModelParallelStrategy converts no layer. Give the Trainer"
+                " nn.SyncBatchNorm.convert_sync_batchnorm(module) and leave out the argument"
+            )
         if self._shard is not None and module is not None and not is_overridden("configure_model", module):
-            shard = partial(shard_module, module, self.device_mesh["data_parallel"], self._shard)
+            mesh, apart = self.device_mesh["data_parallel"], not module.automatic_optimization
+            shard = partial(shard_module, module, mesh, self._shard, apart=apart)
             steps = {name: called_as_forward(module, name) for name in _STEPS if is_overridden(name, module)}
             self._unshard = replace_methods(module, configure_model=shard, **steps)
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._run is not None and self.parts > 1:
+            check_synchronised(self._run.module)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is not None:
-            self._run.probe.start()  # the module itself may not be called, but what it shards
+        if isinstance(self._run, ShardedRun):
+            self._run.step_begins()
         return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
         super().teardown()
         self._unshard()
+
+    def begin(self, trainer: Trainer) -> BalancedRun:
+        run, plugin = super().begin(trainer), self.precision_plugin
+
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            if not clip_by_norm(plugin.main_params(optimizer), clip_val):
+                type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+
+        run.undo.enter_context(patched(plugin, "clip_grad_by_norm", clip))
+        run.undo.enter_context(norms_by(total_norm, each_norm))
+        return run
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def _saves(self) -> bool:
+        return not isinstance(self._run, ShardedRun) or self._run.saves()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return super().lightning_module_state_dict() if self._saves() else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As stock, of an optimizer that has made no step, too, and with parameters in the order of its groups."""
+        if not self._saves():
+            return {}
+        own = getattr(optimizer, "_optimizer", optimizer)
+        fresh = is_fresh(own)
+        state = super().optimizer_state(own)
+        if fresh:
+            own.state.clear()
+            state = {**state, "state": {}} if state else state
+        if state and not self._distributed and self.model is not None:
+            order_groups(state, own, self.model)
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As stock; a folder takes the name of an earlier one when all is written."""
+        if not self._saves():
+            return
+        if not self._distributed:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(filepath)
+        new, old = (path.with_name(f".{path.name}.{which}") for which in ("new", "old"))
+        if self.is_global_zero:  # all others wait for it to say where
+            remove(new, old)
+        super().save_checkpoint(checkpoint, new, storage_options)
+        if self.is_global_zero:
+            if path.exists() or path.is_symlink():
+                path.rename(old)
+            new.rename(path)
+            remove(old)
+
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As stock, which mixes up parameters that an optimizer has not in the model's order, or fails."""
+        path = Path(self.broadcast(checkpoint_path))
+        optimizers, self.optimizers = self.optimizers, []
+        try:
+            checkpoint = super().read_checkpoint(path, *args, **kwargs)
+        finally:
+            self.optimizers = optimizers
+        model, saved = self.model, checkpoint.get("optimizer_states", ())
+        if (self._run is None and self._one_device is None) or model is None:  # an evaluation
+            return checkpoint
+        for index, optimizer in enumerate(optimizers):
+            if path.is_dir():
+                load_sharded(path, f"optimizer_{index}", optimizer, model)
+            elif index < len(saved):
+                load_whole(saved[index], optimizer, model, ours=CHECKPOINT_KEY in checkpoint)
+        return checkpoint
 
     def make_run(self, trainer: Trainer) -> BalancedRun:
         return ShardedRun(trainer, self, self.settings, members=self.ranks_per_part)

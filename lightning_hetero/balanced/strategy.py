@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-from lightning.pytorch.accelerators import Accelerator
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Unpack
 
 from lightning_hetero.balanced.fit.balancing import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
-from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.ddp import HeteroDDPStrategy
-from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.predictors import Predictor, PredictorName
-from lightning_hetero.shares.policy import BalancePolicy
-from lightning_hetero.types import LossReduction
 
 
 class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
@@ -65,32 +55,6 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
     """
 
     engine = "balanced"
-
-    def __init__(
-        self,
-        *,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
-        min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | None = None,
-        quantum: int | Literal["auto"] = "auto",
-        policy: Literal["predictive"] | BalancePolicy | None = None,
-        rebalance: bool = True,
-        exchange_every: int | None = None,
-        stream: StreamMode | None = None,
-        batch_cost: Callable[[Any], float] | None = None,
-        sample_costs: Sequence[float] | None = None,
-        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
-        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
-        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
-    ) -> None:  # fmt: skip
-        super().__init__(
-            predictor=predictor, dead_band=dead_band, min_samples=min_samples, max_samples=max_samples, quantum=quantum,
-            policy=policy, rebalance=rebalance, exchange_every=exchange_every, stream=stream, batch_cost=batch_cost,
-            sample_costs=sample_costs, global_batch_size=global_batch_size, batch_sampler=batch_sampler,
-            loss_reduction=loss_reduction, batch_weight=batch_weight, own_data=own_data, monitor=monitor,
-            accelerator=accelerator, **ddp,
-        )  # fmt: skip
 
     def wrap_again(self, run: BalancedRun) -> None:
         wrapped = self.model

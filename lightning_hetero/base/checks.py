@@ -10,10 +10,16 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
+from lightning_hetero.lightning_compat.checkpoints import written_last
 from lightning_hetero.transport.failures import FailureBoard, lost_contact
 
 PACKAGE_REFUSAL = (
@@ -151,30 +157,60 @@ def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:
 
 @contextmanager
 def naming_damage(path: Any) -> Iterator[None]:
-    """Inside, a checkpoint is loaded: of a file that is damaged the path is named, and what is wrong.
+    """Inside, a checkpoint is loaded: of one that is damaged the path is named, and what is wrong.
 
-    Torch does not compare the sums that it has written; bytes that have changed would be trained on.
+    Torch does not compare the sums that it has written; bytes that have changed would be trained on. The ranks divide
+    the parts of a distributed checkpoint, which is a folder.
 
     Raises:
-        RuntimeError: the file cannot be read.
+        RuntimeError: the file, or the folder, cannot be read.
     """
-    size = os.path.getsize(path) if os.path.isfile(path) else None  # a folder, or a file elsewhere
+    size = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "a folder" if any(_ends(path)) else None
     as_written = False  # then an error that torch does not raise for a file is not the file's
     try:
-        if size is not None and torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as file:
-                if (part := file.testzip()) is not None:
-                    raise zipfile.BadZipFile(f"the bytes of {part} are not those that were written")
-            as_written = True
+        if size is not None and torch.serialization.get_crc32_options():
+            parts = [path] if os.path.isfile(path) else _parts(Path(path))
+            as_written = any([_check_sums(part) for part in parts if zipfile.is_zipfile(part)])
         yield
-    except Exception as error:
-        of_files = isinstance(error, OSError | EOFError | KeyError | RuntimeError | pickle.UnpicklingError)
+    except (Exception, CheckpointException) as error:
+        cause = _first_of(error)
+        of_files = isinstance(cause, OSError | EOFError | KeyError | RuntimeError | pickle.UnpicklingError)
         if size is None or isinstance(error, FileNotFoundError | PermissionError) or (as_written and not of_files):
             raise
         raise RuntimeError(
-            f"the checkpoint {path} ({size} bytes) cannot be read: {type(error).__name__}: {error}. If it is damaged,"
+            f"the checkpoint {path} ({size}) cannot be read: {type(cause).__name__}: {cause}. If it is damaged,"
             " resume from an earlier one"
         ) from error
+
+
+def _check_sums(part: Any) -> bool:
+    with zipfile.ZipFile(part) as file:
+        if (name := file.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the bytes of {name} are not those that were written")
+    return True
+
+
+def _ends(folder: Any) -> tuple[bool, bool]:
+    """Returns which of the two files are there that end a distributed checkpoint."""
+    return Path(folder, ".metadata").is_file(), written_last(folder).is_file()
+
+
+def _parts(folder: Path) -> Iterator[BytesIO]:
+    """Yields this rank's share of what a distributed checkpoint has in files."""
+    if not all(ends := _ends(folder)):
+        missing = written_last(folder).name if ends[0] else ".metadata"
+        raise EOFError(f"it has no {missing}, so saving has not come to its end")
+    group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for part in list(dcp.FileSystemReader(folder).read_metadata().storage_data.values())[group[0] :: group[1]]:
+        with open(folder / part.relative_path, "rb") as file:
+            file.seek(part.offset)
+            yield BytesIO(file.read(part.length))
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """Returns what has failed on the first of the ranks that read or write a distributed checkpoint together."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((failure for failure, _ in failures), error)
 
 
 @contextmanager
@@ -188,11 +224,11 @@ def naming_full_disk(path: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error
+    except (OSError, RuntimeError, CheckpointException) as error:
+        cause: BaseException | None = _first_of(error)
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
-        if cause is None or cause.filename is not None:
+        if cause is None or cause.errno is None or cause.filename is not None:  # Lightning's have no number
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 

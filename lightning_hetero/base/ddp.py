@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.base.checks import check_averaging, check_choice, known_arguments
-from lightning_hetero.base.refusals import refuse_sharding
+from lightning_hetero.base.refusals import is_sharded, shards_itself
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
+from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 Run = TypeVar("Run", bound=EngineRun[Any])
 
@@ -46,15 +52,42 @@ class HeteroDDPStrategy(HeteroStrategy[Run], DDPStrategy):
             self.refusals.check_ddp_arguments(self.agreed, type(self).__name__)
             self._checked = True
 
-    def setup_environment(self) -> None:
-        if self.world_size > 1 and self.lightning_module is not None:
-            refuse_sharding(self.lightning_module, f"hetero_{self.engine}")
-        super().setup_environment()
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``, where there is no ``device_mesh``.
+
+        Raises:
+            TypeError: it shards the module.
+        """
+        with super().model_sharded_context():
+            try:
+                yield
+            except Exception as error:
+                self._refuse_sharding(shards_itself, error)
+                raise
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        refuse_sharding(self.lightning_module, f"hetero_{self.engine}")
+        self._refuse_sharding(is_sharded)
         super().setup(trainer)
+
+    def check_module(self, module: LightningModule) -> None:
+        self._refuse_sharding(is_sharded)
+        super().check_module(module)
+
+    def _refuse_sharding(
+        self, found_in: Callable[[LightningModule], bool], cause: Exception | None = None
+    ) -> None:
+        if (module := self.lightning_module) is not None and found_in(module):
+            raise TypeError(
+                f"{type(module).__name__} shards itself (fully_shard, device_mesh), and hetero_{self.engine} needs the"
+                " whole model on each rank: use strategy='hetero_sharded', which balances sharded models"
+            ) from cause
+
+    def read_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads also the distributed checkpoint of a sharded model, whole."""
+        if not written_last(checkpoint_path).is_file():
+            return super().read_checkpoint(checkpoint_path, *args, **kwargs)
+        return read_folder(checkpoint_path, kwargs.get("weights_only", args[0] if args else None))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

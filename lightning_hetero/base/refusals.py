@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -30,26 +30,35 @@ _CHANGE_WHAT_IS_TRAINED = {
     "param_to_hook_all_reduce",
     "process_group",
 }
+_ON_WHOLE_PARAMETERS = {"ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}  # the last since Lightning 2.6
 
 
 def shards_itself(module: LightningModule) -> bool:
-    """Whether a module is sharded, or will be in its ``configure_model``: it names what that needs."""
-    names = getattr(getattr(module.configure_model, "__code__", None), "co_names", ())
-    sharded = any(isinstance(m, FSDPModule) for m in module.modules())
-    return sharded or not {"fully_shard", "device_mesh"}.isdisjoint(names)
+    """Whether a module is sharded, or seems to be so by its ``configure_model``: that names what it takes."""
+    return is_sharded(module) or any(
+        name in ("fully_shard", "device_mesh") for name in _names_in(module.configure_model, type(module), set())
+    )
 
 
-def refuse_sharding(module: LightningModule, strategy: str) -> None:
-    """Refuses a module that is sharded: such a one has no whole copy on each rank.
+def is_sharded(module: LightningModule) -> bool:
+    """Whether a rank has a part of the parameters only."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
-    Raises:
-        TypeError: with the way out.
-    """
-    if shards_itself(module):
-        raise TypeError(
-            f"{type(module).__name__} shards itself in configure_model (fully_shard, device_mesh), and {strategy} needs"
-            " the whole model on each rank: use strategy='hetero_sharded', which balances sharded models"
-        )
+
+def _names_in(function: Any, owner: type, seen: set[Any]) -> Iterator[str]:
+    """Yields the names in a user's function, and in what it calls of its class and of its file."""
+    function = inspect.unwrap(getattr(function, "fget", function))
+    code, file = getattr(function, "__code__", None), str(getattr(function, "__module__", ""))
+    if code is None or code in seen or file.partition(".")[0] in ("torch", "lightning"):
+        return
+    seen.add(code)
+    codes = [code]
+    for one in codes:  # those of comprehensions, too
+        codes += [constant for constant in one.co_consts if isinstance(constant, type(code))]
+        for name in one.co_names:
+            yield name
+            for found in (inspect.getattr_static(owner, name, None), function.__globals__.get(name)):
+                yield from _names_in(found, owner, seen)
 
 
 def refuse_saving_in_step() -> None:
@@ -84,6 +93,7 @@ class Refusals:
     sync_batch_norm: str | None = None
     averaged_batch_norm: str | None = None
     zero: str | None = None
+    whole: str | None = None
 
     def check_ddp_arguments(self, given: Mapping[str, Any], strategy_name: str) -> None:
         """Refuses arguments for `DistributedDataParallel`, or names them in one warning, if it is not used.
@@ -142,7 +152,11 @@ class Refusals:
         synchronised = syncs_batch_norm or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
         if self.sync_batch_norm is not None and synchronised:
             raise TypeError(self.sync_batch_norm)
-        averaging = any(isinstance(c, StochasticWeightAveraging) for c in trainer_callbacks(module.trainer))
+        callbacks = trainer_callbacks(module.trainer)
+        kinds = {k.__name__ for c in callbacks for k in type(c).__mro__}
+        if self.whole is not None and (found := sorted(kinds & _ON_WHOLE_PARAMETERS)):
+            raise TypeError(f"{', '.join(found)}: {self.whole}")
+        averaging = any(isinstance(c, StochasticWeightAveraging) for c in callbacks)
         contains = StochasticWeightAveraging.pl_module_contains_batch_norm
         if self.averaged_batch_norm is not None and averaging and contains(module):
             raise TypeError(self.averaged_batch_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -110,6 +111,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         failures: what failed first, on any of them.
         events: of this rank.
         undo: what is undone at the end, last first.
+        timeout_s: of collectives.
         binder: the train loaders; set by the subclass.
         channel_is_idle: no exchange is under way in the channel while a rank trains; it can be ended after a failure.
 
@@ -135,6 +137,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             own_memory(self.module)
         self.channel = SideChannel(gloo_group(gloo_timeout or timeout))
         patience, strategy = timeout or default_pg_timeout, trainer.strategy
+        self.timeout_s = patience.total_seconds()
         assert isinstance(strategy, UnevenNodesStrategy) and strategy.cluster_environment is not None
         everyone: Sequence[Mapping[str, str]] = ()
         if settings is None:
@@ -152,7 +155,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             host = far if apart else "127.0.0.1"
             self.store = RunStore.of_all(self.channel, host, patience, rank=trainer.global_rank)
         self.failures = FailureBoard(
-            self.store, trainer.global_rank, ranks=lambda: self.present, timeout_s=patience.total_seconds()
+            self.store, trainer.global_rank, ranks=lambda: self.present, timeout_s=self.timeout_s
         )
         strategy.failures = self.failures
         self.failures.watch()
@@ -221,6 +224,33 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         self._failed = True
         if self.ends_others(error):
             self.failures.report(error)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this rank has an exception, also before the strategy learns of it."""
+        return self.trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def meet_interrupted(self, patience_s: float = 60.0, place: str = "") -> bool:
+        """Returns whether all ranks come to save after an exception, to one place; else says why not. Called once.
+
+        Where each rank has a part of the model, all are needed for a checkpoint; they come when they hear of the
+        failure. `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an
+        exception, before the strategy learns of it. The first one reports it here; the others get an exception by that
+        and come to save, too.
+
+        Args:
+            patience_s: how long this rank waits for the others, at most the timeout.
+            place: what must be the same on all, other than steps.
+        """
+        self.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
+        here = f"epoch {self.trainer.current_epoch}, {self.trainer.global_step} optimizer steps{place}"
+        notes = self.failures.meet(here, self.channel.world_size, min(patience_s, self.timeout_s))
+        missing = [rank for rank, note in enumerate(notes) if not note]
+        if not missing and len(set(notes)) == 1:
+            return True
+        why = f"rank(s) {missing} did not come to save" if missing else f"the ranks stand at {notes}"
+        rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
+        return False
 
     def ends_others(self, error: BaseException) -> bool:
         """Whether the others cannot go on without this rank, which has failed."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -147,7 +148,7 @@ class StragglerMonitor(Callback, EventSource):
         A collective that no rank waits for: what is sent now is read when the next is sent.
         """
         self._compare_told(trainer)
-        if steps := own.next_steps(ended):
+        if steps := range(own.begun, own.until - own.late + ended):  # on an accelerator times are late
             rows, gathering = own.take_steps(steps).to(trainer.strategy.root_device), None
             everyone = [torch.empty_like(rows) for _ in range(trainer.world_size)]
             if trainer.world_size > 1:
@@ -222,7 +223,8 @@ class StragglerMonitor(Callback, EventSource):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
-            if trainer.is_global_zero and (told := last_lines(self._own.tally.ledger())):
+            sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+            if trainer.is_global_zero and (told := last_lines(self._own.tally.ledger(), sharded=sharded)):
                 compat.tell_past_bar(told)
         elif self._strategy is not None and (summary := self._strategy.summary()):
             compat.tell_past_bar(summary)
@@ -233,7 +235,8 @@ class StragglerMonitor(Callback, EventSource):
 
     def step_events(self) -> list[Event]:
         """Returns and forgets this rank's step events; only with a strategy that has no step events."""
-        return self._own.take_events() if self._own is not None else []
+        events = self._own.events if self._own is not None else deque[Event]()
+        return [events.popleft() for _ in range(len(events))]
 
     def _report(self, trainer: Trainer, strategy: Reporting) -> bool:
         """Reports what is known; returns whether anything is."""
@@ -295,30 +298,31 @@ class _OwnTiming:
         tally: of rank 0, all ranks' steps of the fit.
         rows, spent: of rank 0, sums over the epoch's steps so far: by rank 1 and what `take_steps` tells; of all ranks
             what their time went into.
-        epoch: of the steps that are sent next, see `take_steps`.
+        epoch, begun, until, late: of the steps that are sent next; how many more of them are not known yet.
+        events: of this rank, not taken yet.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: BatchCost | None) -> None:
         device = device_of(trainer.strategy.root_device)
         self.probe = StepProbe(device, waiting=(nn.SyncBatchNorm,))
-        self._late, self.sees_waiting = int(device.asynchronous), not device.asynchronous
+        self.late, self.sees_waiting = int(device.asynchronous), not device.asynchronous
         self.probe.attach(module)
         self._rank = trainer.global_rank
         self._cost = cost_in(module, batch_cost)
         self._weight = getattr(module, "batch_weight", None)
         self._sizes: deque[tuple[int, int, int, float]] = deque()
-        self.epoch, self._from, self._until = 0, 0, -2  # steps not told of yet, up to the one that runs
+        self.epoch, self.begun, self.until = 0, 0, -2  # steps not told of yet, up to the one that runs
         self._steps: dict[int, tuple[float, float, float, float]] = {}  # of each of them, see `take_steps`
         self.tally, self.spent = Tally(trainer.world_size), Spent()
         self.rows = torch.zeros(trainer.world_size, 5, dtype=torch.float64)
-        self._events: deque[Event] = deque(maxlen=4096)
+        self.events: deque[Event] = deque(maxlen=4096)
 
     def reach(self, epoch: int, step: int) -> None:
         """Says which step begins: ranks tell of the same ones, whether or not they are measured."""
-        if (epoch, step) != (self.epoch, self._until + 1):
-            self.epoch, self._from = epoch, step
+        if (epoch, step) != (self.epoch, self.until + 1):
+            self.epoch, self.begun = epoch, step
             self._steps.clear()
-        self._until = step
+        self.until = step
 
     def work_of(self, batch: Any) -> float | None:
         """Returns a batch's work as the user counts it; None: samples."""
@@ -328,17 +332,12 @@ class _OwnTiming:
 
     def open(self, samples: int, work: float | None) -> None:
         """Begins to measure that step."""
-        self._sizes.append((self.epoch, self._until, samples, float(samples) if work is None else work))
+        self._sizes.append((self.epoch, self.until, samples, float(samples) if work is None else work))
         self.probe.arm()
-
-    def next_steps(self, ended: bool) -> range:
-        """Returns the steps, the same on every rank, whose times are known: on an accelerator they are late; ``ended``:
-        none is running."""
-        return range(self._from, self._until - self._late + ended)
 
     def take_steps(self, steps: range) -> Tensor:
         """Returns and forgets samples, work, own time and waiting [s] of each step; zeros: not measured."""
-        self._from = steps.stop
+        self.begun = steps.stop
         rows = [self._steps.pop(step, (0.0,) * 4) for step in steps]
         return torch.tensor(rows, dtype=torch.float64)
 
@@ -352,7 +351,7 @@ class _OwnTiming:
             if work != samples:
                 data["work"] = work
             now_s = time.perf_counter()
-            self._events.append(Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=now_s, data=data))
+            self.events.append(Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=now_s, data=data))
 
     def take_means(self) -> list[SpeedSample]:
         """Returns a step of each rank, the mean of the epoch's, and forgets it; empty: none was measured."""
@@ -362,8 +361,3 @@ class _OwnTiming:
             SpeedSample(rank=r, step=0, samples=round(samples), compute_s=compute_s, wait_s=wait_s, work=work)
             for r, (_, samples, work, compute_s, wait_s) in enumerate(means if steps else [])
         ]
-
-    def take_events(self) -> list[Event]:
-        events = list(self._events)
-        self._events.clear()
-        return events

@@ -19,7 +19,7 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.measure.step_clock import StepProbe
+from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 
 
 class ThrottleCallback(Callback):
@@ -115,7 +115,7 @@ class ThrottleCallback(Callback):
         if trainer.strategy.model is not pl_module:  # wrapped: DDP's forward waits before it calls the module's
             self._hooks.callback(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()).remove)
         for parameter in pl_module.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._own is None:
                 hook = parameter.register_post_accumulate_grad_hook(lambda _: throttle.gradient_came())
                 self._hooks.callback(hook.remove)
 
@@ -142,6 +142,8 @@ class ThrottleCallback(Callback):
         throttle.before_backward()
         if loss.requires_grad:
             loss.register_hook(lambda _: throttle.backward_began())
+            if self._own is not None:
+                when_backward_ends(loss, throttle.gradient_came)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._throttle is not None and not self._taken_over and trainer.training:

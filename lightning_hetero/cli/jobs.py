@@ -74,7 +74,10 @@ def isolated_job(threads_per_rank: int | None) -> Iterator[None]:
     environ, argv, threads = dict(os.environ), list(sys.argv), torch.get_num_threads()
     given = HydraConfig.get().overrides
     sys.argv[1:] = child_arguments(argv[1:], list(given.task), list(given.hydra), job_number())
-    _point_run_dir_at(HydraConfig.get().runtime.output_dir)
+    # Lightning tells its children this directory; in a sweep it is not the one the job writes to.
+    config: Any = HydraConfig.instance().cfg
+    with read_write(config.hydra.run):
+        config.hydra.run.dir = config.hydra.runtime.output_dir
     if threads_per_rank is not None:
         # Both are needed: the variable reaches the children and stops Lightning from choosing.
         os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)
@@ -151,10 +154,3 @@ def _end(child: subprocess.Popen[bytes], rank: int, end_s: float) -> str:
     if code < 0:
         return f"local rank {rank} {_KILLED} {-code}"
     return f"local rank {rank} ended with code {code}" if code else ""
-
-
-def _point_run_dir_at(output_dir: str) -> None:
-    # Lightning tells its children this directory; in a sweep it is not the one the job writes to.
-    config: Any = HydraConfig.instance().cfg
-    with read_write(config.hydra.run):
-        config.hydra.run.dir = output_dir

@@ -51,15 +51,13 @@ _LOG = logging.getLogger(__name__)
 
 def new_folder(wanted: str) -> str:
     """Makes a folder that nobody has made before, ``wanted``, or with ``-1``, ``-2``, ... behind; returns its path."""
-    path, number = wanted, 0
+    number = 0
     try:
-        Path(wanted).parent.mkdir(parents=True, exist_ok=True)
         while True:
             with suppress(FileExistsError):
-                os.mkdir(path)
+                os.makedirs(path := f"{wanted}-{number}" if number else wanted)
                 return path
             number += 1
-            path = f"{wanted}-{number}"
     except OSError as error:  # not an Exception from here on: Hydra would tell of it in a page
         raise SystemExit(
             f"no folder can be made in {Path(wanted).parent.absolute()} ({error.strerror}): choose another one with"

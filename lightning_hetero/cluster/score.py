@@ -50,12 +50,16 @@ def imbalance(compute_s: Sequence[float]) -> float:
     return max(compute_s) * len(compute_s) / total if total > 0 else math.nan
 
 
-def last_lines(ledger: RunLedger) -> str:
+def last_lines(ledger: RunLedger, *, sharded: bool = False) -> str:
     """Returns lines for people on a fit under stock DDP: what its ranks waited, and what others would take.
 
     Work is taken to grow in proportion to samples: one batch size says nothing of a fixed part. Loading data and the
     optimizer's step are in none of the times. Nothing is said of a pipeline: what layers and links cost is not
     measured.
+
+    Args:
+        ledger: of the fit.
+        sharded: whether the model is, so that only one engine trains it.
 
     Returns:
         Nothing for fewer than two ranks, or where nothing is known.
@@ -82,8 +86,11 @@ def last_lines(ledger: RunLedger) -> str:
         ratio = step_s / seconds
         return f"{seconds * 1e3:.1f} ms ({f'{ratio:.2f} times as fast' if ratio >= 1.02 else 'not faster'})"
 
+    took = f"{waited} A step took {step_s * 1e3:.1f} ms.\nIf work grows with samples, it would take about"
+    balanced = f"{took} {told(found['balanced'])} with strategy='hetero_{'sharded' if sharded else 'balanced'}'"
+    if sharded:
+        return f"{balanced}."
     return (
-        f"{waited} A step took {step_s * 1e3:.1f} ms.\nIf work grows with samples, it would take about"
-        f" {told(found['balanced'])} with strategy='hetero_balanced', {told(found['stale'])} with 'hetero_stale', and"
-        f" {told(ddp_s(without, batch))} with DDP without rank {slowest}, the slowest."
+        f"{balanced}, {told(found['stale'])} with 'hetero_stale', and {told(ddp_s(without, batch))} with DDP without"
+        f" rank {slowest}, the slowest."
     )

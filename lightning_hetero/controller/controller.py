@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hetero.controller.estimates import Estimates
-from lightning_hetero.controller.forms import Forms, Pipes, shares_of
+from lightning_hetero.controller.forms import Forms, shares_of
 from lightning_hetero.controller.messages import Decision, DecisionKind, Observation
 from lightning_hetero.controller.migration import MigrationModel
 from lightning_hetero.controller.objective import Objective
@@ -15,6 +15,7 @@ from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.controller.spending import Spending
 from lightning_hetero.controller.trials import Trial, Trials
 from lightning_hetero.controller.triggers import Look, Triggers
+from lightning_hetero.solvers.placement.neighbours import Pipes
 from lightning_hetero.solvers.placement.search import Judged, better_structure
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Cluster, PipelinePlan
@@ -185,7 +186,7 @@ class Controller:
     def _decision(self, reason: str, *, kind: DecisionKind = "keep", **new: Any) -> Decision:
         return Decision(
             batch=self._plans.seen, generation=self.generation, kind=kind, plan=self.plan, reason=reason,
-            queues=self._spending.values, outcome=self._trials.taken_outcome(), **new,
+            queues=dict(self._spending.queues), outcome=self._trials.taken_outcome(), **new,
         )  # fmt: skip
 
     # ---- the model ----

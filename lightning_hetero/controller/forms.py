@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning_hetero.solvers.chain.chain import DepthRule
-from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of
+from lightning_hetero.solvers.placement import evaluate_plan
+from lightning_hetero.solvers.placement.neighbours import Pipes
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.place import sizes_to_try
+from lightning_hetero.solvers.placement.place import group_of, sizes_to_try
 from lightning_hetero.solvers.placement.search import Judged
 from lightning_hetero.solvers.plans import evened
-from lightning_hetero.solvers.tied_layers import Span, join_layers
-from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
-
-Pipes = tuple[Pipe, ...]
+from lightning_hetero.solvers.tied_layers import Span, join_layers, split_again
+from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 
 class Forms:
@@ -70,14 +69,11 @@ class Forms:
 
     def plan_of(self, judged: Judged, problem: Problem) -> PipelinePlan:
         """Returns a structure with its shares as a plan."""
-        groups: list[GroupPlan] = []
-        for pipe, samples in zip(judged.pipes, judged.shares, strict=True):
-            sizes = evened(micro_batches_of(samples, problem.cost(pipe).size(samples)))
-            groups.append(GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=()))
+        groups = [group_of(problem, pipe, n) for pipe, n in zip(judged.pipes, judged.shares, strict=True)]
+        groups = [replace(group, micro_batches=evened(group.micro_batches)) for group in groups]
         plan = evaluate_plan(problem.model, problem.cluster, groups, depth=self._depth)
         assert plan.ok, plan.reason
-        whole = [replace(group, cuts=tuple(self.bounds[cut] for cut in group.cuts)) for group in plan.groups]
-        return replace(plan, groups=tuple(whole))
+        return split_again(plan, self.bounds)
 
     def reason_against(self, plan: PipelinePlan, cluster: Cluster) -> str:
         """Returns why a plan does not fit."""

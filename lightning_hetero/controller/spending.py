@@ -44,34 +44,17 @@ class Use(NamedTuple):
         return self.per_s * seconds + sum(c * n for c, n in zip(self.per_sample, shares, strict=True)) + self.fixed
 
 
-class VirtualQueue:
-    """One constraint's queue.
+def queued(value: float, ratio: float, batches: float = 1.0, *, bank: float) -> float:
+    """Returns one constraint's queue behind a period of ``batches`` which took ``ratio`` of its budget.
 
     Args:
+        value: of the queue before it.
         bank: B, most that can be saved up [batches' budgets].
-        value: to start from.
 
-    >>> queue = VirtualQueue(bank=2.0)
-    >>> [queue.add(ratio) for ratio in (0.0, 0.0, 0.0, 2.5, 2.5)]
-    [-1.0, -2.0, -2.0, -0.5, 1.0]
-    >>> queue.weight
-    1.0
+    >>> queued(0.0, 0.5, 2.0, bank=2.0), queued(-1.0, 0.0, 5.0, bank=2.0), queued(-2.0, 2.5, bank=2.0)
+    (-1.0, -2.0, -0.5)
     """
-
-    __slots__ = ("bank", "value")
-
-    def __init__(self, *, bank: float, value: float = 0.0) -> None:
-        self.bank, self.value = bank, value
-
-    def add(self, ratio: float, batches: float = 1.0) -> float:
-        """Adds a period of ``batches`` (by default one) which took ``ratio`` of its budget; returns the value."""
-        self.value = max(self.value + (ratio - 1.0) * batches, -self.bank)
-        return self.value
-
-    @property
-    def weight(self) -> float:
-        """What the constraint counts in a decision: max(Q, 0)."""
-        return max(self.value, 0.0)
+    return max(value + (ratio - 1.0) * batches, -bank)
 
 
 class Spending:
@@ -85,7 +68,7 @@ class Spending:
 
     Attributes:
         v: V.
-        queues: by constraint.
+        queues: by constraint, Q.
         price_per_s: money per second by now, by rank.
         power_w, idle_power_w: of a rank that computes, and of one that is held and does not compute, by rank.
         rest_cost: part of price and idle power that is due for an idle rank.
@@ -97,8 +80,8 @@ class Spending:
         part = None if planned_batches is None else _PART * planned_batches
         least_v = 1.0 if not self.budgets else _V if part is None else min(_MOST_V, max(_LEAST_V, part))
         self.v = least_v if settings.v is None else settings.v
-        bank = settings.bank if settings.bank is not None else _V if part is None else max(1.0, part)
-        self.queues = {budget.name: VirtualQueue(bank=bank) for budget in self.budgets}
+        self._bank = settings.bank if settings.bank is not None else _V if part is None else max(1.0, part)
+        self.queues = {budget.name: 0.0 for budget in self.budgets}
         self.price_per_s = np.array(settings.each("prices", ranks)) / _HOUR_S
         self.power_w = np.array(settings.each("power_w", ranks))
         self.idle_power_w = np.array(settings.each("idle_power_w", ranks))
@@ -108,12 +91,7 @@ class Spending:
     @property
     def weights(self) -> list[Weight]:
         """The constraints with their queues, for an `Objective`."""
-        return [Weight(budget, self.queues[budget.name].weight) for budget in self.budgets]
-
-    @property
-    def values(self) -> dict[str, float]:
-        """The queues by constraint."""
-        return {name: queue.value for name, queue in self.queues.items()}
+        return [Weight(budget, max(self.queues[budget.name], 0.0)) for budget in self.budgets]
 
     def reprice(self, prices: Mapping[int, float]) -> list[str]:
         """Takes in prices per hour by rank; returns in words what has changed, if money counts at all."""
@@ -141,15 +119,14 @@ class Spending:
             use = use_of(budget.resource)
             amount = use.amount(seconds, shares)
             if budget.resource == "energy" and seen.work_s:
-                amount = use.per_s * seconds + self._work_energy(seen.work_s) + use.fixed
+                more_w = self.power_w - self.idle_power_w
+                work_j = sum(float(more_w[rank]) * work_s for rank, work_s in seen.work_s.items())
+                amount = use.per_s * seconds + work_j + use.fixed
             if budget.resource == "traffic":
                 amount += seen.moved_bytes
             batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
-            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), batches)
-
-    def _work_energy(self, work_s: Mapping[int, float]) -> float:
-        more = self.power_w - self.idle_power_w
-        return sum(float(more[rank]) * seconds for rank, seconds in work_s.items())
+            ratio, value = _ratio(budget, amount, samples, seconds), self.queues[budget.name]
+            self.queues[budget.name] = queued(value, ratio, batches, bank=self._bank)
 
     def saved(self, now: Judged | None, new: Judged) -> dict[str, float]:
         """Returns by constraint what a batch takes less under ``new``, as a part of its budget."""
@@ -163,7 +140,7 @@ class Spending:
     def to_plain(self) -> dict[str, Any]:
         """Returns JSON values for `load`."""
         return {
-            "queues": self.values,
+            "queues": dict(self.queues),
             "reference_s": self.reference_s,
             "prices_per_hour": (self.price_per_s * _HOUR_S).tolist(),
         }
@@ -172,7 +149,7 @@ class Spending:
         """Goes on from what `to_plain` returned; constraints that are no more are left out."""
         for name, value in plain["queues"].items():
             if name in self.queues:
-                self.queues[name].value = float(value)
+                self.queues[name] = float(value)
         self.reference_s = float(plain["reference_s"])
         self.price_per_s[:] = np.array(plain["prices_per_hour"]) / _HOUR_S
 

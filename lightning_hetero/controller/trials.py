@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from lightning_hetero.controller.messages import Outcome
-from lightning_hetero.solvers.placement.pipes import Pipe
-
-Pipes = tuple[Pipe, ...]
+from lightning_hetero.solvers.placement.neighbours import Pipes
 
 _REMEMBERED = 12  # structures
 _TRIED, _MARGIN = 3, 0.1  # batches of a trial, and the excess over the promise from which it has failed

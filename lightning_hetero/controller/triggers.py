@@ -50,11 +50,11 @@ class Triggers:
         """
         changes = estimates.changes(self._state, self._settings.dead_band)
         words = [text for _, text, _ in changes[:2]] + list(told)
-        weights = {name: queue.weight for name, queue in spending.queues.items()}
+        weights = {weight.budget.name: weight.queue for weight in spending.weights}
         if batch - self.at >= _QUEUE_EVERY:
             step = _QUEUE_STEP * spending.v
             moved = [name for name, weight in weights.items() if abs(weight - self._weights.get(name, 0.0)) > step]
-            words += [f"queue of {name} at {spending.queues[name].value:.3g}" for name in moved]
+            words += [f"queue of {name} at {spending.queues[name]:.3g}" for name in moved]
         if changes:
             self._lives.append(float(batch - self._changed_at))
             self._changed_at = batch

@@ -126,20 +126,17 @@ class GlobalBatchSampler(EpochSampler):
         rank: this rank.
         costs: moves the boundaries between parts to where they cost what their shares say; None: all cost the same.
         least: samples of a dummy.
-        clock: seconds; to keep the decision out of the fetch time.
     """
 
     def __init__(
-        self, order: EpochOrder, *, split: Split, rank: int, least: int = 1, costs: SampleCosts | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self, order: EpochOrder, *, split: Split, rank: int, least: int = 1, costs: SampleCosts | None = None
+    ) -> None:
         super().__init__(order)
         self.rank = rank
         self.decision_s = 0.0
         self._split = split
         self._least = least
         self.costs = costs
-        self._clock = clock
         self._next: tuple[int, bool, deque[Part]] = (0, True, deque())
         self._look: list[list[Any]] | None = None
 
@@ -170,11 +167,11 @@ class GlobalBatchSampler(EpochSampler):
         (indices, ends), epoch = self.draw(), self.epoch
         first = 0 if restarts else position % max(1, len(ends))
         for i, (start, end) in enumerate(list(pairwise((0, *ends)))[first:]):
-            before = self._clock()
+            before = time.perf_counter()
             shares = self._split(epoch, position + i, end - start)
             if self.costs is not None:
                 shares = self.costs.cut(indices[start:end], shares)
-            self.decision_s += self._clock() - before
+            self.decision_s += time.perf_counter() - before
             offset = start + sum(shares[: self.rank])
             mine = shares[self.rank]
             drawn = list(indices[offset : offset + mine])

@@ -37,8 +37,7 @@ def split_batch(
         TypeError: a batch of another layout; says where, and the way out.
     """
     sizes = tuple(sizes)
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != samples:
-        raise ValueError(f"sizes={sizes} must be whole numbers >= 1 that sum up to samples={samples}")
+    assert sum(sizes) == samples, (sizes, samples)
     if len(sizes) == 1:
         return [batch]
     if callable(own := getattr(owner, "split_batch", None)):
@@ -152,8 +151,6 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     Raises:
         ValueError: no outputs, or another number of them than of sizes.
     """
-    if not outputs or len(outputs) != len(sizes):
-        raise ValueError(f"{len(outputs)} outputs for {len(sizes)} micro-batches: one each, and at least one")
     if len(outputs) == 1:
         return outputs[0]
     return _join(list(outputs), list(sizes), loss=isinstance(outputs[0], Tensor))

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -77,16 +77,16 @@ class RebatchedStream(BatchFeed):
         return samples // self.global_batch_size if self.loader.drop_last else -(-samples // self.global_batch_size)
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        samples = _Buffer(self._source)
+        samples = chain.from_iterable(self._source)
         epoch, first = self.position()
         if self.mode == "shared":
-            samples.skip(first * self.global_batch_size)
+            deque(islice(samples, first * self.global_batch_size), maxlen=0)  # skips them
         for step in count(first):
             started_s = time.perf_counter()
             block: list[Any] = []
             total = self.global_batch_size
             if self.mode == "shared":
-                block = samples.take(total)
+                block = list(islice(samples, total))
                 if not block or (self.loader.drop_last and len(block) < total):
                     return
                 total = len(block)
@@ -109,35 +109,13 @@ class RebatchedStream(BatchFeed):
         offset = sum(shares[: self.rank])
         return block[offset : offset + shares[self.rank]] or list(islice(cycle(block), self.least))
 
-    def _own(self, step: int, samples: _Buffer, shares: Sequence[int]) -> list[Any]:
+    def _own(self, step: int, samples: Iterator[Any], shares: Sequence[int]) -> list[Any]:
         """Returns the next samples of this rank's own stream."""
         wanted = shares[self.rank] or self.least
-        mine = samples.take(wanted)
+        mine = list(islice(samples, wanted))
         if len(mine) < wanted:
             raise RuntimeError(
                 f"the stream of rank {self.rank} was declared infinite (stream='infinite') but ended at batch {step};"
                 " repeat the data, give all ranks the same stream and stream='shared', or use strategy='ddp'"
             )
         return mine
-
-
-class _Buffer:
-    """Single samples out of a loader that yields lists of them."""
-
-    def __init__(self, source: DataLoader) -> None:
-        self._chunks = iter(source)
-        self._left: deque[Any] = deque()
-
-    def take(self, n: int) -> list[Any]:
-        """Returns up to ``n`` samples; fewer only at the end of the stream."""
-        while len(self._left) < n:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._left.extend(chunk)
-        return [self._left.popleft() for _ in range(min(n, len(self._left)))]
-
-    def skip(self, n: int) -> None:
-        """Leaves out ``n`` samples, as far as there are."""
-        while n > 0 and (dropped := len(self.take(min(n, 1024)))):
-            n -= dropped

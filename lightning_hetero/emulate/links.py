@@ -1,7 +1,6 @@
 """Links as a description of a cluster has them, on ranks of one machine: what crosses one takes its time (layer T).
 
-Each piece is put around what a run uses anyway: around the clock that times what comes over a link, and around the
-calls that sum gradients and send layers.
+They are put around the calls that sum gradients and send layers.
 """
 
 from __future__ import annotations
@@ -10,44 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_hetero.types import Cluster, Link
-
-_CHECK_S = 1.0  # how often a sleep looks for failures elsewhere
-
-
-class SlowClock:
-    """Stands in for a link's clock: whoever says that a message has come waits until it would have come over the link.
-
-    Ranks share a clock, so they must be on one machine.
-
-    Args:
-        clock: a `LinkClock`, that it stands for.
-        link: carries one message after the other.
-        check: called while waiting, about once a second; raises if a rank has failed.
-    """
-
-    def __init__(self, clock: Any, link: Link, check: Callable[[], None]) -> None:
-        self._clock, self._link, self._check = clock, link, check
-        self._free_s = 0.0  # when the link is
-
-    @property
-    def least_s(self) -> float:
-        return self._clock.least_s
-
-    def came(self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True) -> None:
-        """Takes note of a message when it has arrived over the link."""
-        self._free_s = max(sent_s, self._free_s) + size_bytes / self._link.bandwidth_bytes_per_s
-        there_s = self._free_s + self._link.latency_s
-        while (early_s := there_s - time.monotonic()) > 0.0:
-            time.sleep(min(early_s, _CHECK_S))
-            if early_s > _CHECK_S:
-                self._check()
-        arrived_s = max(arrived_s, there_s) if waited else there_s
-        self._clock.came(sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, size_bytes=size_bytes)
-
-    def take(self) -> tuple[int, float, float]:
-        """Returns what the clock that it stands for has timed."""
-        return self._clock.take()
+from lightning_hetero.types import Cluster
 
 
 def slow(call: Callable[..., Any], seconds: Callable[[], float], *, within: bool = False) -> Callable[..., Any]:

@@ -26,11 +26,8 @@ import torch
 from lightning_hetero.emulate.scenario import Scenario
 
 _MAKE_UP_S = 0.05
+_BACKWARD_PER_FORWARD = 2.0  # of the first step; later it is as was measured
 _MEMORY = 0.8  # weight of the steps before, in what a backward pass is expected to take
-
-
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def scenario_steps(every_s: float | None, clock: Callable[[], float] = time.perf_counter) -> Callable[[int], int]:
@@ -106,10 +103,7 @@ class Throttle:
     Args:
         scenario: what to emulate.
         rank: the rank this process plays.
-        backward_per_forward: time of the first backward pass in forward passes; later ones are as was measured.
-        clock: returns seconds; injectable for tests, like the next two.
-        sleep: sleeps for a number of seconds.
-        kill: ends this process at once.
+        clock, sleep: to measure and to wait [s].
 
     Attributes:
         pacer: keeps the sums.
@@ -120,9 +114,8 @@ class Throttle:
     """
 
     def __init__(
-        self, scenario: Scenario, rank: int, *, backward_per_forward: float = 2.0,
+        self, scenario: Scenario, rank: int, *,
         clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
-        kill: Callable[[], None] = _kill_self,
     ) -> None:  # fmt: skip
         if rank < 0:
             raise ValueError(f"rank={rank!r} must be >= 0")
@@ -134,7 +127,7 @@ class Throttle:
         self.scenario = scenario
         self.rank = rank
         self.pacer = Pacer(clock=clock, sleep=sleep)
-        self._clock, self._sleep, self._kill = clock, sleep, kill
+        self._clock, self._sleep = clock, sleep
         self._step: int | None = None  # the step begun and not ended
         self._samples = 0
         self._since_s: float | None = None  # own work runs
@@ -143,7 +136,6 @@ class Throttle:
         self._forward_s: float | None = None  # spent before the sleep; None: it has not slept yet
         self._slept_s = 0.0
         self._earlier_s = (0.0, 0.0)  # forward and backward of earlier steps, weighted
-        self._backward_per_forward = backward_per_forward
         self._faults_until: int | None = None  # last step whose faults were carried out
 
     @property
@@ -240,7 +232,7 @@ class Throttle:
 
     def _backwards_per_forward(self) -> float:
         forward_s, backward_s = self._earlier_s
-        return backward_s / forward_s if forward_s > 0.0 else self._backward_per_forward
+        return backward_s / forward_s if forward_s > 0.0 else _BACKWARD_PER_FORWARD
 
     def _run_faults(self, step: int) -> None:
         # A step that is smaller than the last one is a new run, e.g. another fit.
@@ -250,7 +242,7 @@ class Throttle:
         for at in range(first, step + 1):
             fault = self.scenario.fault(self.rank, at)
             if fault is not None and fault.kind == "kill":
-                self._kill()
+                os.kill(os.getpid(), signal.SIGKILL)
             elif fault is not None and fault.kind == "stall":
                 self._sleep(fault.stall_s)
             elif fault is not None:

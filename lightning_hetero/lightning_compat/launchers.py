@@ -62,6 +62,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     Args:
         cluster_environment, num_processes, num_nodes: as Lightning's.
+        check: raises what is wrong with the Trainer's devices and nodes.
         tolerates: whether the run would now go on without a worker; called from another thread.
 
     Attributes:
@@ -70,17 +71,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def __init__(
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int, *,
-        tolerates: Callable[[], bool],
+        check: Callable[[int, int], None], tolerates: Callable[[], bool],
     ) -> None:  # fmt: skip
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self.tolerates = tolerates
+        self._check, self.tolerates = check, tolerates
         self.tolerated: set[int] = set()
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Starts the other local ranks, if nobody else does, and calls ``function`` in this one."""
         global _done, _launches
         environment, _launches = self.cluster_environment, _launches + 1
-        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._check(self.num_processes, self.num_nodes)
         if not environment.creates_processes_externally:
             self.tolerated = set()
             if _done < 0 and hasattr(os, "memfd_create"):

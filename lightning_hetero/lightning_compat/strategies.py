@@ -6,10 +6,8 @@ Abstract, so that command lines do not offer them as strategies.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 
@@ -62,27 +60,11 @@ def hand_over(trainer: Trainer, old: LaunchedStrategy, new: LaunchedStrategy) ->
     trainer._accelerator_connector.strategy = new
 
 
-class _Checked:
-    """A cluster environment for a launcher, with another check of the Trainer's settings."""
-
-    def __init__(self, environment: ClusterEnvironment, check: Callable[[int, int], None]) -> None:
-        self._environment, self._check = environment, check
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        self._check(num_devices, num_nodes)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked of a copy that is not complete yet
-            raise AttributeError(name)
-        return getattr(self._environment, name)
-
-
 class LaunchedStrategy(ParallelStrategy):
     """Stands before one of Lightning's, with launchers that ask it about the Trainer's settings and a rank's death.
 
     Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
-    ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses. A launcher asks the
-    environment it was made with, and replacing that in the strategy would hide the user's from the Trainer.
+    ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses.
     """
 
     if TYPE_CHECKING:  # of `DDPStrategy` and `ModelParallelStrategy` alike
@@ -120,8 +102,8 @@ class LaunchedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         tolerates, start_method = self.goes_on_without_a_rank, getattr(self, "_start_method", "popen")
         if start_method == "popen":
-            checked: Any = _Checked(self.cluster_environment, self.check_settings)
-            self._launcher = ScriptLauncher(checked, self.num_processes, self.num_nodes, tolerates=tolerates)
+            world = self.cluster_environment, self.num_processes, self.num_nodes
+            self._launcher = ScriptLauncher(*world, check=self.check_settings, tolerates=tolerates)
         else:
             self._launcher = ProcessLauncher(self, start_method=start_method, tolerates=tolerates)
 

@@ -36,6 +36,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -48,15 +49,15 @@ def when_backward_ends(loss: Tensor, callback: Callable[[], None]) -> None:
 
     The callback is queued from a hook on ``loss``, so before DDP queues its own final callback; final callbacks
     run first in, first out, so ours runs before DDP waits for the gradient exchange. It also fires under
-    ``no_sync`` and needs no communication hook. FSDP queues its own from hooks on its modules' outputs: where ``loss``
-    is one of these, `StepProbe` ends own work before it. `queue_callback` is not a documented API of torch, although
-    FSDP and DDP rest on it: `tests/ranks/measure/test_step_clock.py` pins its behaviour to the installed version.
+    ``no_sync`` and needs no communication hook. `queue_callback` is not a documented API of torch, although FSDP
+    and DDP rest on it: `tests/ranks/measure/test_step_clock.py` pins its behaviour to the installed version.
     """
+    loss.register_hook(lambda grad: _queue_callback(callback))
 
-    def hook(grad: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
 
-    loss.register_hook(hook)
+def _queue_callback(callback: Callable[[], object]) -> None:
+    """Calls it at the end of the backward pass that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
 
 
 def _needing_gradient(value: Any) -> Iterator[Tensor]:
@@ -256,18 +257,30 @@ class StepProbe:
     def _will_gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pauses in backward around FSDP's hooks on the outputs: before the first of them, until their node runs.
 
-        An input that is passed on is FSDP's own, for which `_leave_waiting` has begun the pause.
+        And around FSDP's last callback, which one of them queues: it waits for the scatters that have not been waited
+        for. An input that is passed on is FSDP's own, for which `_leave_waiting` has begun the pause.
         """
         if not self._running:
             return
         passed_on = {id(tensor) for tensor in _needing_gradient((args, kwargs))}
         for out in _needing_gradient(output):
-            if out.grad_fn is None or id(out) in passed_on:
-                continue
-            out.register_hook(lambda grad: self.pause())
-            out.grad_fn.register_prehook(lambda grads: self.resume())
-            if not out.dim():  # the loss, it may be
-                when_backward_ends(out, self.pause)
+            if out.grad_fn is not None and id(out) not in passed_on:
+                self._pause_in_backward(out, out.grad_fn)
+
+    def _pause_in_backward(self, out: Tensor, node: Node) -> None:
+        ends: list[AbstractContextManager[None]] = []
+
+        def before(grad: Tensor) -> None:
+            self.pause()
+            ends.append(self.paused())
+            _queue_callback(ends[-1].__enter__)
+
+        def behind(grads: Any) -> None:
+            _queue_callback(partial(ends.pop().__exit__, None, None, None))
+            self.resume()
+
+        out.register_hook(before)
+        node.register_prehook(behind)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -329,9 +342,18 @@ class StepProbe:
         if self._running:
             self._watch.resume(self._exchange.pause())
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Keeps what happens inside, e.g. a collective of the user's, out of the measurement; may be nested."""
-        return self._watch.paused()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside, e.g. a collective of the user's, is no own work but waiting; may be nested."""
+        if not (self._running and self._watch.running):
+            with self._watch.paused():
+                yield
+            return
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def backward_ended(self) -> None:
         """Stamp [3]: own gradients are complete."""

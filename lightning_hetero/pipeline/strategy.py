@@ -165,7 +165,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             timeout=self.timeout, controller=controller,
         )  # fmt: skip
         run = PipelineRun(trainer, settings)
-        run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_done))
+        run.undo.enter_context(  # the gradients are there, `TrainBatches`
+            patched(self.precision_plugin, "backward", lambda *_, **__: self._batches.backward_done())
+        )
         return run
 
     def setup(self, trainer: Trainer) -> None:
@@ -284,10 +286,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         batch, *rest = args
         with self.precision_plugin.train_step_context():
             return self._batches.train(batch, rest, kwargs)
-
-    def _backward_done(self, *_: Any, **__: Any) -> None:
-        """Replaces the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
-        self._batches.backward_done()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._run is None:

@@ -12,7 +12,7 @@ from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
 
-EngineName = Literal["ddp", "balanced", "stale", "pipeline"]
+EngineName = Literal["ddp", "balanced", "stale", "pipeline", "sharded"]
 
 
 def strategy_name(engine: str) -> str:

@@ -1,6 +1,7 @@
-"""Stock DDP, and the balanced engine: its own policy decides on exact times until its shares stay (layer P).
+"""Stock DDP, and the engines that balance: their own policy decides on exact times until shares stay (layer P).
 
     step = slowest rank's work + exchange of the gradients
+    sharded: + gathers, before each layer in forward and backward, and scatters of gradients, as far as work hides none
 
 A balanced rank that holds less than its share computes it in pieces, each of which pays the step's fixed part. For
 times that differ from step to step see `lightning_hetero.cluster.engine_times`.
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_hetero.cluster.engine_times import in_pieces_s, settled, shared_s, slowest_s
-from lightning_hetero.plan.estimate import Estimate, impossible
-from lightning_hetero.plan.setup import Setup
+from lightning_hetero.cluster.units import bytes_text
+from lightning_hetero.plan.estimate import EngineName, Estimate, impossible
+from lightning_hetero.plan.setup import Setup, whole_step
 from lightning_hetero.solvers import minimax
 
 _NOTABLE = 0.05  # part of a step that is worth a sentence
@@ -54,14 +57,43 @@ def ddp(setup: Setup) -> Estimate:
 
 def balanced(setup: Setup) -> Estimate:
     """Returns what `LoadBalancedStrategy` would take when its shares have settled."""
-    costs, batch, exchange_s = setup.step_costs(), setup.global_batch, setup.exchange()
     caps = setup.most_samples()
     if min(caps) < 1:
         return impossible("balanced", setup.too_small(caps.index(min(caps))))
+    return _balanced(setup, "balanced", caps)
+
+
+def sharded(setup: Setup) -> Estimate:
+    """Returns what `ShardedBalancedStrategy` would take, with the layers as blocks."""
+    caps = setup.most_samples(sharded=True)
+    if setup.model is None or min(caps) < 1:
+        rank, need = caps.index(min(caps)), setup.memory_bytes(1, sharded=True)
+        least = f"a shard, the gathered layers and one sample take {bytes_text(need)}"
+        return impossible("sharded", f"{setup.name(rank)} is too small: {least}")
+    found = _balanced(setup, "sharded", caps)
+    if not found.ok:
+        return found
+    pieces = max(math.ceil(n / most) for n, most in zip(found.shares, caps, strict=True))
+    step, gather_s = whole_step(setup.model), pieces * setup.exchange() / 2.0  # an exchange is a scatter and a gather
+    forward = math.fsum(p.forward.seconds(setup.global_batch) for p in setup.model.parts)
+    forward_s = max(found.work_s) * forward / (step.seconds(setup.global_batch) or 1.0)
+    hidden_s = min(gather_s, forward_s) + min(2.0 * gather_s, max(found.work_s) - forward_s)
+    ends_s = 2.0 * gather_s / len(setup.model.layers)  # the first gather and the last scatter
+    shown_s = max(3.0 * gather_s - hidden_s, min(ends_s, 3.0 * gather_s))
+    told = f"no device holds the whole model: each keeps 1/{setup.ranks} of its state and gathers layers when needed"
+    return replace(
+        found, step_s=found.step_s - found.exchange_s + shown_s, bound_s=found.bound_s - found.exchange_s,
+        exchange_s=shown_s, reasons=(told, *found.reasons), arguments={**found.arguments, "shard": "auto"},
+        memory_bytes=tuple(setup.memory_bytes(n, sharded=True) for n in map(min, found.shares, caps)),
+    )  # fmt: skip
+
+
+def _balanced(setup: Setup, engine: EngineName, caps: Sequence[int]) -> Estimate:
+    costs, batch, exchange_s = setup.step_costs(), setup.global_batch, setup.exchange()
     try:
         policy, steps = settled(costs, batch, caps, setup.min_samples)
     except ValueError as error:  # e.g. fewer samples than devices
-        return impossible("balanced", str(error))
+        return impossible(engine, str(error))
     shares = policy.shares
     work_s = tuple(map(in_pieces_s, costs, shares, caps))
     reasons = [_said(setup, work_s, shares, steps)]
@@ -85,7 +117,7 @@ def balanced(setup: Setup) -> Estimate:
         )
     step_s = shared_s(policy, costs, setup.slowness) if setup.series > 1 else max(work_s)
     return Estimate(
-        engine="balanced", step_s=step_s + exchange_s,
+        engine=engine, step_s=step_s + exchange_s,
         bound_s=minimax(costs, batch).lower_bound_s + exchange_s, work_s=work_s,
         shares=tuple(map(float, shares)), memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
         exchange_s=exchange_s, reasons=tuple(reasons), arguments=arguments,

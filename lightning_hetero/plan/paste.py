@@ -1,19 +1,18 @@
-"""What is printed to be pasted: an engine's set-up as Python, and as a command where the model is the command's own
-(layer P).
+"""What is printed to be pasted: an engine's set-up as Python (layer P).
 
-tests/docs/test_paste.py runs what comes of it.
+tests/pure/plan/test_pipelines.py and tests/ranks/cli/test_paste.py run what comes of it.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from lightning_hetero.plan.estimate import Estimate
 
 _CLASSES = {
     "balanced": "LoadBalancedStrategy", "stale": "BoundedStalenessStrategy", "pipeline": "HeteroPipelineStrategy",
+    "sharded": "ShardedBalancedStrategy",
 }  # fmt: skip
 _WIDTH = 100
 
@@ -48,20 +47,6 @@ def snippet(found: Estimate, trainer: Mapping[str, Any] | None = None, **strateg
     blank = [] if "" in lines else [""]
     called = ", ".join([*(f"{key}={value!r}" for key, value in devices.items()), f"strategy={made}"])
     return "\n".join([*lines, *blank, f"trainer = Trainer({called})"])
-
-
-def command(found: Estimate, chosen: Sequence[str]) -> str:
-    """Returns the line of ``lightning-hetero-train`` that trains as the estimate says.
-
-    Args:
-        found: which can train.
-        chosen: overrides that name model, data, cluster and what else is as it was measured.
-    """
-    batch = {} if found.batch_size is None else {"data.batch_size": found.batch_size}
-    strategy = {f"strategy.{name}": value for name, value in found.arguments.items()}
-    given = {"strategy": found.strategy, "trainer.devices": len(found.work_s), **batch, **strategy}
-    words = [*chosen, *(f"{name}={hydra_text(value)}" for name, value in given.items())]
-    return f"lightning-hetero-train {shlex.join(words)}"
 
 
 def hydra_text(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.plan.estimate import EngineName, Estimate, strategy_name
-from lightning_hetero.plan.parallel import balanced, ddp
+from lightning_hetero.plan.parallel import balanced, ddp, sharded
 from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.stale import stale
@@ -19,6 +19,7 @@ from lightning_hetero.plan.what_if import without
 ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
     "ddp": ddp,
     "balanced": balanced,
+    "sharded": sharded,
     "pipeline": pipeline,
     "stale": stale,
 }
@@ -99,6 +100,8 @@ class Plan:
 def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeline_ahead: float = 1.0) -> Plan:
     """Estimates the engines and ranks them.
 
+    The sharded engine is in question where a device does not hold the whole model.
+
     Taken is the engine that changes least of how the model trains among those with nearly the best throughput: within
     2 %; the stale engine, whose updates are others, must be more than 10 % ahead.
 
@@ -113,7 +116,9 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
     if not engines or set(engines) - set(ENGINES):
         known = ", ".join(map(strategy_name, ENGINES))
         raise ValueError(f"engines={list(engines)!r} must be one or more of {known}")
-    estimates = [ENGINES[name](setup) for name in ENGINES if name in engines]
+    spacious = min(setup.most_samples()) > 0
+    asked = [name for name in engines if name != "sharded" or not spacious]
+    estimates = [estimate(setup) for name, estimate in ENGINES.items() if name in asked]
     chosen = _choose(estimates, pipeline_ahead)
     base = next((estimate for estimate in estimates if estimate.engine == "ddp"), None)
     if base is not None and base.ok and chosen is not None and chosen.resting:

@@ -105,14 +105,15 @@ class Setup:
         """Returns the size of all trained parameters; 0 where the model is not known [bytes]."""
         return 0.0 if self.model is None else math.fsum(cost.param_bytes for cost in self.model.parts)
 
-    def memory_bytes(self, samples: float) -> float:
-        """Returns what a whole replica with so many samples in flight takes; 0 where it is not known [bytes]."""
-        state, activations = self._bytes()
+    def memory_bytes(self, samples: float, *, sharded: bool = False) -> float:
+        """Returns what a whole replica, or a shard and the layers gathered at a time, takes with so many samples in
+        flight; 0 where it is not known [bytes]."""
+        state, activations = self._bytes(sharded)
         return state + activations * samples
 
-    def most_samples(self) -> tuple[int, ...]:
-        """Returns how many samples of a batch each rank's memory holds besides a whole replica."""
-        state, activations = self._bytes()
+    def most_samples(self, *, sharded: bool = False) -> tuple[int, ...]:
+        """Returns how many samples of a batch each rank's memory holds besides what `memory_bytes` says of none."""
+        state, activations = self._bytes(sharded)
 
         def held(left_bytes: float) -> int:
             if left_bytes < 0.0:
@@ -127,7 +128,7 @@ class Setup:
         need, has = self.memory_bytes(1), self.cluster.devices[rank].mem_bytes
         return (
             f"{self.name(rank)} has {bytes_text(has)}, the whole model with one sample takes {bytes_text(need)}:"
-            " leave the device out, or divide the layers (hetero_pipeline)"
+            " leave the device out, or divide the model (hetero_sharded, hetero_pipeline)"
         )
 
     def with_devices(self, keep: tuple[int, ...], cluster: Cluster) -> Setup:
@@ -136,11 +137,14 @@ class Setup:
         kept = {name: tuple(values[rank] for rank in keep) for name, values in by_rank.items() if values}
         return replace(self, cluster=cluster, **kept)
 
-    def _bytes(self) -> tuple[float, float]:
+    def _bytes(self, sharded: bool) -> tuple[float, float]:
         if self.model is None:
             return 0.0, 0.0
-        parts = self.model.parts
-        return math.fsum(p.state_bytes for p in parts), math.fsum(p.activation_bytes for p in parts)
+        parts, (before, *layers, head) = self.model.parts, (p.param_bytes for p in self.model.parts)
+        state = math.fsum(p.state_bytes for p in parts)
+        if sharded:  # what is around the layers stays gathered for a step; of two layers parameters and gradients
+            state = state / self.ranks + before + head + 2.0 * math.fsum(sorted(layers)[-2:])
+        return state, math.fsum(p.activation_bytes for p in parts)
 
 
 def whole_step(model: ModelCost) -> AffineCost:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from lightning_hetero.checked import real
 from lightning_hetero.types import LearnedCost
@@ -124,8 +123,7 @@ class Predictor(ABC):
         """Restores the memory exactly: what follows is bitwise what it would have been.
 
         Raises:
-            ValueError: a key is missing or unknown, or a value is not a finite number, or a list of such where
-                there must be one. Nothing has been changed then.
+            ValueError: a key is missing or unknown. Nothing has been changed then.
         """
         missing, unknown = set(self.MEMORY) - set(state), set(state) - set(self.MEMORY)
         if missing or unknown:
@@ -133,13 +131,6 @@ class Predictor(ABC):
                 f"state of {type(self).__name__} does not fit: missing keys {sorted(missing)}, "
                 f"unknown keys {sorted(map(str, unknown))}; load it into the kind of predictor that wrote it"
             )
-        for name, value in state.items():
-            many = isinstance(self.MEMORY[name], list)
-            if not (_are_finite(value) if many else _is_finite(value)):
-                raise ValueError(
-                    f"state of {type(self).__name__}: {name}={value!r} must be "
-                    f"{'a list of finite numbers' if many else 'a finite number'}; pass what state_dict() returned"
-                )
         self._remember(state)
 
     @staticmethod
@@ -154,14 +145,6 @@ class Predictor(ABC):
                 f"{type(self).__name__} has no measurement yet: call update() first, or split equally while "
                 "ready is False"
             )
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _are_finite(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_finite, cast("list[object]", value)))
 
 
 def _copied(value: float | int | list[float]) -> float | int | list[float]:

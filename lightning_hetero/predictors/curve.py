@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from lightning_hetero.predictors.base import Memory
 from lightning_hetero.predictors.kalman import FIXED_SHARE, FIXED_SHARE_STD, GATE, Kalman
+from lightning_hetero.solvers.fit import relative_line
 from lightning_hetero.types import AffineCost, LearnedCost, SaturatingCost
 
 _SAME = 0.1  # sizes that differ by less than this part are one
@@ -245,20 +246,6 @@ def _fit(points: list[tuple[float, float, float]], share: float, share_std: floa
 def _line(points: list[tuple[float, float, float]], share: float, prior: float) -> tuple[float, float]:
     """Returns the fixed part and the rest of the time at the largest size, both >= 0, by least squares."""
     largest, level, _ = points[-1]
-    a11, a12, a22, b1, b2 = prior, 0.0, 0.0, prior * share, 0.0
-    for b, t, w in points:
-        x, u = b / largest, level / t
-        a11 += w * u * u
-        a12 += w * u * u * x
-        a22 += w * u * u * x * x
-        b1 += w * u
-        b2 += w * u * x
-    det = a11 * a22 - a12 * a12
-    if det <= 1e-12 * a11 * a22:  # times too far apart for floats
-        return 0.0, level * b2 / a22
-    fixed, slope = (b1 * a22 - b2 * a12) / det, (a11 * b2 - a12 * b1) / det
-    if fixed < 0.0:
-        fixed, slope = 0.0, b2 / a22
-    elif slope < 0.0:
-        fixed, slope = b1 / a11, 0.0
+    assumed = (0.0, share, prior * share * share)  # like one more measurement
+    fixed, slope = relative_line([assumed, *((b / largest, t / level, w) for b, t, w in points)])
     return level * fixed, level * slope

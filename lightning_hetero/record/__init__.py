@@ -73,19 +73,12 @@ class EventWriter(LineFile):
         about: what else the ``run`` line says.
         run: id of the run, the same on all its ranks; empty: the file is of one run only.
         flush_every: lines to collect before writing; a killed process loses fewer than this many.
-
-    Raises:
-        ValueError: ``rank`` is not in [0, world_size), or ``flush_every`` < 1.
     """
 
     def __init__(
         self, path: str | Path, *, rank: int = 0, world_size: int = 1, names: Sequence[str] = (),
         about: Mapping[str, Any] = MappingProxyType({}), run: str = "", flush_every: int = 64,
     ) -> None:  # fmt: skip
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank!r} must be in [0, world_size={world_size!r})")
-        if flush_every < 1:
-            raise ValueError(f"flush_every={flush_every!r} must be >= 1 (lines; 1 writes each at once)")
         super().__init__(path)
         self.run, self.flush_every = run, flush_every
         self._lines: list[str] = []

@@ -284,7 +284,12 @@ def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
         devices={rank: ", ".join(map(str, found[-1].get("names") or ())) for rank, found in opened.items()},
         steps=tuple(_on_one_clock(steps, clocks, meets=engine not in _APART)),
         batches=len({(e.epoch, e.step) for own in by_rank.values() for e in own if e.kind == "step"}),
-        changes=changes, queues=tuple(_queues(by_rank, number)),
+        changes=changes,
+        queues=tuple(
+            (_number(event, number), {str(name): float(value) for name, value in queues.items()})
+            for event in _of_kind(by_rank, "queue", "decision")
+            if (queues := named(event.data.get("queues")))
+        ),
         metrics=tuple((_number(e, number), _numbers(e.data)) for e in _of_kind(by_rank, "metrics")) if steps else (),
         counts=last("server"), plan=last("plan"), about=about,
         faults=tuple(f"rank {e.rank}: {e.data.get('error')}" for e in _of_kind(by_rank, "fault")),
@@ -364,11 +369,3 @@ def _changes(by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, 
         words = {name: str(data.get(name) or "") for name in ("reason", "kind", "cancelled")}
         step, shares, plan = _number(event, number), tuple(map(int, data.get("shares") or ())), named(data.get("plan"))
         yield RunChange(step=step, shares=shares, plan=plan, predicted_gain=predicted, realised_gain=given, **words)
-
-
-def _queues(
-    by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, int], int]
-) -> Iterable[tuple[int, Mapping[str, float]]]:
-    for event in _of_kind(by_rank, "queue", "decision"):
-        if queues := named(event.data.get("queues")):
-            yield _number(event, number), {str(name): float(value) for name, value in queues.items()}

@@ -1,14 +1,13 @@
 """Fits ``T(x) = fixed_s + per_sample_s * x`` to measured times (layer P).
 
 Least squares of *relative* residuals, sum ((a + b x_i - t_i) / t_i)^2, because the noise of a time grows with the time,
-subject to a, b >= 0. The problem is convex in two variables: where the free minimum leaves the quadrant, the true one
-lies on one of its two edges, so three closed forms and a comparison solve it exactly.
+subject to a, b >= 0. The problem is convex in two variables: where the free minimum leaves the quadrant across an edge,
+the true one lies on that edge, so three closed forms solve it exactly.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_hetero.types import AffineCost
 
@@ -33,28 +32,29 @@ def fit_affine(samples: Sequence[float], seconds: Sequence[float]) -> AffineCost
     if top_t == 0.0:
         return AffineCost(fixed_s=0.0, per_sample_s=0.0)
     # Scaled to at most 1: squares of nanoseconds or of terabytes stay far from the limits of floats.
-    x, t = [v / top_x for v in x], [v / top_t for v in t]
-    weights = [max(v, _FLOOR) ** -2 for v in t]
-    fixed, slope = _best(x, t, weights)
+    fixed, slope = relative_line((v / top_x, s / top_t, 1.0) for v, s in zip(x, t, strict=True))
     return AffineCost(fixed_s=fixed * top_t, per_sample_s=slope * top_t / top_x)
 
 
-def _best(x: Sequence[float], t: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    total = math.fsum(weights)
-    mean_x = math.fsum([w * v for w, v in zip(weights, x, strict=True)]) / total
-    mean_t = math.fsum([w * v for w, v in zip(weights, t, strict=True)]) / total
-    rows = list(zip(x, t, weights, strict=True))
-    spread = math.fsum([w * (v - mean_x) ** 2 for v, _, w in rows])
-    if spread > 0.0:  # else the amounts differ by less than floats tell apart here
-        slope = math.fsum([w * (v - mean_x) * (s - mean_t) for v, s, w in rows]) / spread
-        fixed = mean_t - slope * mean_x
-        if fixed >= 0.0 and slope >= 0.0:
-            return fixed, slope
-    squares = math.fsum([w * v * v for v, _, w in rows])
-    through_origin = 0.0, math.fsum([w * v * s for v, s, w in rows]) / squares
-    edges = [(mean_t, 0.0), through_origin]
+def relative_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """Returns fixed and slope, both >= 0, of the line that fits best; one pass, as West (CACM 1979).
 
-    def loss(line: tuple[float, float]) -> float:
-        return math.fsum([w * (line[0] + line[1] * v - s) ** 2 for v, s, w in rows])
-
-    return min(edges, key=loss)
+    Args:
+        points: amount, time and weight of the squared relative residual; the times are of about 1, none is below 0.
+    """
+    total = mean_x = mean_t = spread = both = 0.0
+    for x, t, weight in points:
+        weight /= max(t, _FLOOR) ** 2
+        total += weight
+        off = x - mean_x
+        mean_x += off * (weight / total)
+        mean_t += (t - mean_t) * (weight / total)
+        spread += weight * off * (x - mean_x)
+        both += weight * off * (t - mean_t)
+    slope = both / spread if spread > 0.0 else 0.0  # the amounts may differ by less than floats tell apart
+    fixed = mean_t - slope * mean_x
+    if slope < 0.0:
+        return mean_t, 0.0
+    if fixed < 0.0:
+        return 0.0, (both + total * mean_x * mean_t) / (spread + total * mean_x * mean_x)
+    return fixed, slope

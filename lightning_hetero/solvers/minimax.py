@@ -235,7 +235,7 @@ def _level(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Int
 
 
 def least_float(is_so: Callable[[float], bool]) -> float:
-    """Returns the least float >= 0 from which on something is so, inf if none is: by bisection over all floats."""
+    """Returns the least float >= 0 from which on something holds, inf if it never does: by bisection over floats."""
 
     def at(place: int) -> float:
         return struct.unpack("<d", struct.pack("<q", place))[0]

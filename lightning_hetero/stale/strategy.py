@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +25,7 @@ from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArgum
 from lightning_hetero.base.checks import check_choice
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
+from lightning_hetero.checked import real
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
@@ -108,41 +108,35 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         )  # fmt: skip
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
-        if not (isinstance(liveness_s, int | float) and liveness_s > 0):
-            raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         given = {name: value for name, value in (("bound", bound), ("grace", grace)) if value is not None}
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
         self.policy = policy if isinstance(policy, Policy) else policy_by_name(policy, **given)
-        self.transport = transport
         model = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
         if not (model is None or callable(getattr(model, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
-        self.compression: CompressionName | None = compression
-        self.server = ServerSettings(policy=self.policy, predictor=model, nonfinite=nonfinite, liveness_s=liveness_s)
+        self.server = ServerSettings(
+            policy=self.policy, predictor=model, nonfinite=nonfinite,
+            liveness_s=real("liveness_s", liveness_s, above=True), compression=compression, transport=transport,
+        )  # fmt: skip
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self, self._invitation)
+        return StaleRun(trainer, self, self.server, self.same_on_all(), self._invitation)
 
-    def agreed(self) -> dict[str, str]:
+    def same_on_all(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
         return {
             "policy": repr(self.policy.settings()),
             "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self.compression),
+            "compression": repr(self.server.compression),
             "loss_reduction": self.shared.loss_reduction,
-            "transport": self.transport,
+            "transport": self.server.transport,
             "nonfinite": self.server.nonfinite,
         }
-
-    @property
-    def patience(self) -> timedelta:
-        """How long to wait for others: the timeout, or torch's usual one."""
-        return self.timeout or timedelta(minutes=30)
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -264,6 +258,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
+    def _in_step(self) -> bool:
+        run = self._connected
+        return run is not None and run.loop is not None and run.loop.in_step
+
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
@@ -279,7 +277,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._connected
-        if run is not None and run.loop is not None and run.loop.in_step and not self._alone:
+        if self._in_step() and not self._alone:
             refuse_saving_in_step()
         if run is not None and self.is_global_zero:
             run.session.fetch_state()  # and the parameters of that very version

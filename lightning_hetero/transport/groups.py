@@ -123,11 +123,9 @@ def rebuild_default_group(
             `RuntimeError` of it ends the waiting.
 
     Raises:
-        ValueError: ``members`` are not distinct, or ``rank`` is not among them.
+        ValueError: ``rank`` is not among the ``members``.
         MemberMissingError: a member did not come. There is no default group then; try again with the next generation.
     """
-    if len(set(members)) != len(members):
-        raise ValueError(f"members={list(members)} must be distinct ranks")
     if rank not in members:
         raise ValueError(f"rank={rank} must be one of the members {list(members)}: it was taken for dead and replaced")
     leave_default_group()
@@ -185,7 +183,8 @@ def shrink_sampler(loader: DataLoader, members: Sequence[int], rank: int) -> boo
     candidates = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     samplers = {id(s): s for s in candidates if isinstance(s, DistributedSampler)}
     for sampler in samplers.values():
-        unpadded = _is_unpadded(sampler)
+        # Lightning's sampler for prediction repeats nothing; by name, as this layer does not import Lightning.
+        unpadded = any(base.__name__ == "UnrepeatedDistributedSampler" for base in type(sampler).__mro__)
         epoch = sampler.epoch
         # Sets sizes as torch does, without asking a subclass's constructor for arguments nobody has kept.
         DistributedSampler.__init__(
@@ -198,11 +197,6 @@ def shrink_sampler(loader: DataLoader, members: Sequence[int], rank: int) -> boo
             sampler.total_size = len(sampler.dataset)
             sampler.num_samples = len(range(index, sampler.total_size, len(members)))
     return bool(samplers)
-
-
-def _is_unpadded(sampler: DistributedSampler) -> bool:
-    """Lightning's sampler for prediction repeats nothing; by name, as this layer does not import Lightning."""
-    return any(base.__name__ == "UnrepeatedDistributedSampler" for base in type(sampler).__mro__)
 
 
 @contextmanager

@@ -330,8 +330,7 @@ class RemoteLink(_SocketLink):
         self, connection: socket.socket, rank: int, server_pid: int, patience_s: float, place: str, slot_bytes: int
     ) -> None:
         super().__init__(connection, rank, Slot.empty(slot_bytes), server_pid, patience_s)
-        self._address = place
-        self._newest = -1
+        self._address, self._newest = place, -1
         self._sent: list[tuple[int, int]] = []
 
     def open_slot(self) -> None:
@@ -367,8 +366,7 @@ class RemoteLink(_SocketLink):
             if reply.version >= 0:
                 target = into if into.is_cpu else torch.empty_like(into, device="cpu")
                 receive_into(self._connection, bytes_of(target), self._waited, self._heard)
-                if target is not into:
-                    into.copy_(target)
+                into.copy_(target)  # nothing, if it is the same
                 return reply.version
         raise RuntimeError("no parameters were published yet: the server publishes before it answers a worker")
 
@@ -395,33 +393,8 @@ def _gaps(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     """Returns what ``spans`` leave of ``[0, size)``."""
     gaps: list[tuple[int, int]] = []
     at = 0
-    for start, stop in sorted(spans):
+    for start, stop in [*sorted(spans), (size, size)]:
         if start > at:
             gaps.append((at, start))
         at = max(at, stop)
-    return [*gaps, (at, size)] if at < size else gaps
-
-
-class Pulse:
-    """Gives signs of life on a link until `stop`: a long batch is no death, a stopped process is.
-
-    Args:
-        link: open; may be used by its own thread meanwhile.
-        every_s: time between two signs [s].
-    """
-
-    def __init__(self, link: WorkerLink, every_s: float) -> None:
-        self._link, self._every_s = link, every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=f"pulse-{link.rank}", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._over.wait(self._every_s):
-            self._link.sign_of_life()
-
-    def stop(self) -> None:
-        """Ends the link, and the thread with it; idempotent."""
-        self._over.set()
-        self._link.close()
-        self._thread.join(_LOOK_S)  # a sign waits for nobody
+    return gaps

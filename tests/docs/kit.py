@@ -8,14 +8,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning.pytorch.strategies import DDPStrategy
-
 from lightning_hetero import (
     AutoStrategy,
     BoundedStalenessStrategy,
     FederatedStrategy,
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
+    ShardedBalancedStrategy,
 )
 from lightning_hetero.base.strategy import HeteroStrategy
 
@@ -53,6 +52,9 @@ def source_strings() -> list[str]:
     return [node.value for node in constants if isinstance(node.value, str)]
 
 
+NOT_THEIRS = "self", "ddp", "stock", "arguments", "model_averaging_period"
+
+
 class Engine(NamedTuple):
     """An engine, and where its arguments are described."""
 
@@ -65,11 +67,11 @@ class Engine(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its own, the shared ones, and `DDPStrategy`'s, but for one that all refuse on several devices."""
+        """Its own, the shared ones, and the stock strategy's, but for one that all refuse on several devices."""
         mro = self.strategy.__mro__
-        bases = [*mro[: mro.index(HeteroStrategy) + 1], DDPStrategy]
-        named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
-        return {name: p for name, p in named.items() if name not in ("self", "ddp", "model_averaging_period")}
+        bases = [*mro[: mro.index(HeteroStrategy) + 1], self.strategy.stock[0]]
+        named = {name: p for base in reversed(bases) for name, p in inspect.signature(base.__init__).parameters.items()}
+        return {name: p for name, p in named.items() if name not in NOT_THEIRS}
 
 
 ENGINES = [
@@ -78,4 +80,5 @@ ENGINES = [
     Engine(HeteroPipelineStrategy, REFERENCE / "pipeline.md", ROOT / "conf/hetero/strategy/hetero_pipeline.yaml"),
     Engine(AutoStrategy, REFERENCE / "auto.md", ROOT / "conf/hetero/strategy/hetero_auto.yaml"),
     Engine(FederatedStrategy, REFERENCE / "federated.md", ROOT / "conf/hetero/strategy/hetero_federated.yaml"),
+    Engine(ShardedBalancedStrategy, REFERENCE / "sharded.md", ROOT / "conf/hetero/strategy/hetero_sharded.yaml"),
 ]

@@ -55,8 +55,8 @@ def test_every_argument_is_in_the_table_with_its_default(engine: Engine) -> None
     documented = {name: row for row in table for name in re.findall(r"`\**(\w+)`", row[0].split("(")[0])}
     assert set(documented) == set(engine.parameters)
     for name, row in documented.items():
-        if "DDPStrategy" not in row[1] and row[1] != "as there":
-            default = row[1].split(":")[0].strip("`")
+        if "Strategy" not in row[1] and row[1] != "as there":
+            default = re.split("[:;]", row[1])[0].strip("`")
             assert ast.literal_eval(default) == engine.parameters[name].default, name
 
 
@@ -80,6 +80,8 @@ def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
     for name, value in group.items():
         if name == "controller" and name not in engine.parameters:
             assert value is None  # only what is asked for is refused
+        elif (name, value) == ("shard", "auto"):
+            assert engine.parameters[name].default is None  # a module without configure_model could not train
         elif name not in ("_target_", "_convert_"):
             assert value == {**ddp, **engine.parameters}[name].default, name
 
@@ -194,9 +196,10 @@ def test_every_logged_metric_is_documented_and_no_other(engine: Engine) -> None:
         "stale": lambda: engine_metrics(MEASURES, 2),
         "pipeline": replan_metrics,
         "balanced": dict,
+        "sharded": dict,
         "federated": federated_metrics,
     }
-    logged = logged_names(metrics[engine_name](), meets=engine_name == "balanced")
+    logged = logged_names(metrics[engine_name](), meets=engine_name in ("balanced", "sharded"))
     assert {name for name in names if "{name}" not in name} | spread == logged
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,8 +50,9 @@ def parameters(target: type) -> tuple[dict[str, inspect.Parameter], set[str]]:
     """The constructor's named parameters, and what it takes besides through ``**kwargs``."""
     named = dict(inspect.signature(target).parameters)
     further: set[str] = set()
-    if any(p.kind is p.VAR_KEYWORD for p in named.values()) and issubclass(target, DDPStrategy):
-        for base in target.__mro__[: target.__mro__.index(DDPStrategy) + 1]:
+    if any(p.kind is p.VAR_KEYWORD for p in named.values()):
+        stock = next((one for one in target.__mro__ if one in (DDPStrategy, ModelParallelStrategy)), target)
+        for base in target.__mro__[: target.__mro__.index(stock) + 1]:
             further |= set(inspect.signature(base).parameters)
         further |= set(inspect.signature(DistributedDataParallel).parameters)
     return named, further
@@ -194,7 +195,7 @@ def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy:
         ([STALE, "strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
         ([STALE, "strategy.policy=asp", "strategy.grace=0.1"], "policy='asp' has no use for grace=0.1; drop it, or"),
         ([STALE, f"+{POLICY}.Asp", "strategy.bound=1"], "give either a whole policy, or bound"),
-        ([STALE, "strategy.liveness_s=0"], "liveness_s=0 must be > 0"),
+        ([STALE, "strategy.liveness_s=0"], "liveness_s=0 must be a finite number > 0"),
         ([STALE, "strategy.compression=zip"], "must be None"),
     ],
 )

@@ -90,6 +90,7 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection,
         # On all ranks now: a fit that failed leaves groups as garbage. Whose destructor finds a collective under way
         # waits for it, up to the group's timeout, or until the other end is destroyed; in a later job it would hang.
         gc.collect()
+        _forget_groups()
         os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
         os.environ.clear()
         os.environ.update(environment)
@@ -172,6 +173,15 @@ def _no_threads_left(rank: int) -> Iterator[None]:
         thread.join(0.5)
     if names := [thread.name for thread in left if thread.is_alive()]:
         raise RuntimeError(f"rank {rank} left threads behind: {names}; stop them in teardown")
+
+
+def _forget_groups() -> None:
+    """Empties DTensor's caches, which name groups that are gone: the next job's may have the same names."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def _leave_group() -> None:

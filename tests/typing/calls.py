@@ -19,6 +19,7 @@ from lightning_hetero import (
     FederatedStrategy,
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
+    ShardedBalancedStrategy,
 )
 from lightning_hetero.optim import UnevenZeroOptimizer
 
@@ -37,6 +38,10 @@ def right() -> None:
     HeteroPipelineStrategy(global_batch_size=64, backbone="blocks", gradient_as_bucket_view=True)
     FederatedStrategy(global_batch_size=64, local_steps=5)
     AutoStrategy(global_batch_size=64, engines=["hetero_balanced"])
+    ShardedBalancedStrategy(
+        data_parallel_size=2, tensor_parallel_size="auto", shard=[torch.nn.TransformerEncoderLayer],
+        save_distributed_checkpoint=False, timeout=timedelta(minutes=5), batch_weight=lambda batch: len(batch),
+    )  # fmt: skip
     layer = torch.nn.Linear(1, 1)
     UnevenZeroOptimizer(layer.parameters(), torch.optim.AdamW, lr=1e-3)
     UnevenZeroOptimizer([{"params": [layer.bias], "lr": 0.1}], torch.optim.SGD, capacities=[24, 10]).step()
@@ -59,4 +64,6 @@ def wrong() -> None:
     UnevenZeroOptimizer([], torch.optim.SGD, capacities="equal")  # pyright: ignore[reportArgumentType]
     UnevenZeroOptimizer([], torch.nn.Linear)  # pyright: ignore[reportArgumentType]
     AutoStrategy(own_data="no")  # pyright: ignore[reportArgumentType]
+    ShardedBalancedStrategy(shard="all")  # pyright: ignore[reportArgumentType]
+    ShardedBalancedStrategy(find_unused_parameters=True)  # pyright: ignore[reportCallIssue]
     AutoStrategy(globl_batch_size=4)  # pyright: ignore[reportCallIssue]

@@ -153,7 +153,7 @@ class ShareController:
 
     Args:
         policy: started by the caller.
-        rank: this rank, among those with a part of their own.
+        rank: of the part that this rank trains on.
         world_size: number of parts; a row comes from each of their ranks, neighbours having the same part.
         lag: batches the loader reads ahead; the largest of all ranks and loaders.
         exchange: when to exchange.

@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.loaders import BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.run import BalancedRun
+from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
@@ -39,14 +42,11 @@ from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
+from lightning_hetero.types import LossReduction
 
 
 class BalancingStrategy(HeteroStrategy[BalancedRun]):
-    """What `LoadBalancedStrategy` and `ShardedBalancedStrategy` share; see there.
-
-    Args:
-        **arguments: of `HeteroStrategy`.
-    """
+    """What `LoadBalancedStrategy` and `ShardedBalancedStrategy` share; see there for the arguments."""
 
     refusals = Refusals(
         lbfgs="LBFGS decides from the loss whether to evaluate again, and the loss differs between ranks, so the ranks"
@@ -56,13 +56,25 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
     def __init__(
         self,
         *,
-        predictor: PredictorName | Predictor, dead_band: float,
-        min_samples: int | Sequence[int] | None, max_samples: int | Sequence[int] | None,
-        quantum: int | Literal["auto"], policy: Literal["predictive"] | BalancePolicy | None,
-        rebalance: bool, exchange_every: int | None, stream: StreamMode | None,
-        batch_cost: Callable[[Any], float] | None, sample_costs: Sequence[float] | None, **arguments: Any,
+        predictor: PredictorName | Predictor = "kalman",
+        dead_band: float = 0.02,
+        min_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | None = None,
+        quantum: int | Literal["auto"] = "auto",
+        policy: Literal["predictive"] | BalancePolicy | None = None,
+        rebalance: bool = True,
+        exchange_every: int | None = None,
+        stream: StreamMode | None = None,
+        batch_cost: Callable[[Any], float] | None = None,
+        sample_costs: Sequence[float] | None = None,
+        global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
+        loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
+        monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
     ) -> None:  # fmt: skip
-        super().__init__(**arguments)
+        super().__init__(
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
+            batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
+        )  # fmt: skip
         check_counts(exchange_every=exchange_every)
         check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)

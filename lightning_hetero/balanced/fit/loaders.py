@@ -161,8 +161,8 @@ class BalancedBinder(PartBinder[_Balanced]):
             options |= {"sample_costs": ours.sample_costs, "quantum": None if ours.quantum in (1, "auto") else 0}
             idle = [name for name, value in options.items() if value is not None]
             rank_zero_warn(
-                f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
-                f" {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
+                f"{self._strategy_name} trains in equal parts, as its stock strategy does, and cannot make up for slow"
+                f" ranks: {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
             )
 
     def _objection(self, loaders: Sequence[object]) -> str | None:

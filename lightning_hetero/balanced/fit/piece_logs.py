@@ -50,7 +50,7 @@ class PieceLogs:
 
         Args:
             piece: of the batch.
-            samples: in it; None: it is the whole batch, and what is logged is logged as it is.
+            samples: in it; None: it is the whole batch, and what is logged is not changed.
         """
         self._piece, self._whole = {}, samples is None
         if compat.results_of(self._trainer) is None:

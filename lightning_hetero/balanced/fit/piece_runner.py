@@ -85,20 +85,19 @@ class PieceRunner:
         self._module: LightningModule = trainer.lightning_module
 
     def run(
-        self, step: GuardedStep, most: int, run: Callable[[Any, int, float], None], *,
+        self, step: GuardedStep, most: int, run: Callable[[Any, int, float], float | None], *,
         todo: deque[ToDo] | None = None, more: Callable[[int], bool] = bool, idle: Callable[[], None] | None = None,
-        again: Callable[[BaseException], bool] = is_out_of_memory,
     ) -> Any:  # fmt: skip
         """Runs all pieces that count, and returns the first.
 
         Args:
             step: the step; its samples are counted.
             most: samples of a piece; fewer where these do not fit.
-            run: computes a piece of so many samples; what it keeps of a piece is kept at its end.
+            run: computes a piece of so many samples; what it keeps of a piece is kept at its end. Returns after how
+                many collectives memory ran out.
             todo: pieces besides the planned ones; see `ToDo`; None: the whole batch.
             more: whether to go on, with so many pieces to do.
-            idle: runs where this rank has nothing to do, and goes on.
-            again: whether smaller pieces may cure an error.
+            idle: runs where this rank has nothing to do, and goes on; None: there are no peers, and ``run`` raises.
         """
         assert step.samples is not None
         batch, least = step.args[0], least_samples(self._module)
@@ -123,25 +122,26 @@ class PieceRunner:
                 put_back = self.save()
             step.in_pieces = True
             try:
-                run(piece, size, void)
+                done = run(piece, size, void)
             except Exception as error:
-                if not again(error):
-                    if not step.reason or is_out_of_memory(error):
-                        raise
+                short = is_out_of_memory(error)
+                if not short and step.reason:
                     give_up(step.reason, f"{type(error).__name__}: {error}", error)
+                if not short or idle is not None:
+                    raise
                 self.check(step, error, size)
-                void = max(void, getattr(error, "done", 0.0))
-            else:
-                self.cap.fits(size)
-                continue
+                done = 0.0
             finally:
                 step.in_pieces = False
+            if done is None:
+                self.cap.fits(size)
+                continue
             # Out of the handler, so that the error's frames are gone and with them what they hold.
             if put_back is not None:
                 put_back()
             step.cut_again = True
             most = self.failed(size)
-            todo.appendleft((piece, size, void, None))
+            todo.appendleft((piece, size, max(void, done), None))
         return first
 
     def split(self, step: GuardedStep, piece: Any, sizes: list[int]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Manual optimization by ``loss.backward()`` where it should be ``self.manual_backward(loss)`` (layer L).
 
-Under stock DDP the former synchronises nothing: each rank trains for itself, without a word.
+Under stock DDP the former synchronises nothing: each rank trains for itself, without a word. A sharded model
+synchronises either, but only the latter weights the loss.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.balanced.runtime.pieces import leaves
+from lightning_hetero.balanced.runtime.shard import is_sharded
 
 
 class PlainBackward:
@@ -50,13 +52,13 @@ class PlainBackward:
 
 
 def _synchronised(loss: Tensor, model: Any) -> bool:
-    """Whether a backward pass reaches parameters that DDP keeps equal.
+    """Whether a backward pass reaches parameters that are sharded, or that DDP keeps equal.
 
     Raises:
         RuntimeError: it reaches some of them only, and DDP was not told that this may be.
     """
     if not isinstance(model, DistributedDataParallel):
-        return False
+        return is_sharded(model) and any(isinstance(leaf, nn.Parameter) for leaf in leaves(loss))
     ours = {id(p) for p in model.parameters() if p.requires_grad}
     reached = {id(leaf) for leaf in leaves(loss)} & ours
     if reached and reached != ours and not model.find_unused_parameters:

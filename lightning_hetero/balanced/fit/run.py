@@ -98,8 +98,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.rebalancer.enabled and own_device.tunes_each_shape():
             rank_zero_warn(
                 "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels again for every number of samples, and"
-                " hetero_balanced changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps the"
-                " numbers few"
+                f" hetero_{self.engine} changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps"
+                " the numbers few"
             )
         self.cap = MemoryCap(careful=own_device.asynchronous)
         self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
@@ -28,20 +27,12 @@ from lightning_hetero.balanced.fit.recovery import Done, Recovery, done_of, loss
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reduction
 from lightning_hetero.balanced.runtime.pieces import free_memory
-from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.lightning_compat.patches import replace_methods
 from lightning_hetero.measure.device import is_out_of_memory
 from lightning_hetero.transport.side_channel import SideChannel
 
 _Made = tuple[Any, int | None]
 """Output of a forward pass, and the collectives after which memory ran out, if it did: the output counts nothing."""
-
-
-class _RanOut(torch.OutOfMemoryError):
-    """In a pass that is over on all ranks; ``done``: its collectives before that."""
-
-    def __init__(self, text: str, done: float) -> None:
-        super().__init__(text)
-        self.done = done
 
 
 class ShardedRecovery(Recovery):
@@ -70,6 +61,7 @@ class ShardedRecovery(Recovery):
 
     def _any(self, *flags: bool) -> list[bool]:
         """Returns which flags some rank has set; a collective."""
+        self._passes.agree(-1)
         with self._paused():
             rows = self._channel.all_gather_row([float(flag) for flag in flags])()
         return [any(column) for column in zip(*rows, strict=True)]
@@ -118,9 +110,7 @@ class ShardedRecovery(Recovery):
             raise error
         self._pieces.check(step, error, self._count(step) if size is None else size)
         why, trained = self._passes.why_not(), self._trained()
-        if not all(isinstance(p, DTensor) for p in trained):
-            why = "a parameter outside of fully_shard has a gradient of this rank only"
-        elif any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
             why = "a hook on a parameter takes the gradient of each pass for the whole one"
         elif in_reduction(error):
             why = "it ran out while reduced gradients were handed over"
@@ -207,7 +197,7 @@ class ShardedRecovery(Recovery):
         """
         total, done, pending = self._count(step), list[Done](), [made] if made else []
 
-        def run(piece: Any, size: int, void: float) -> None:
+        def run(piece: Any, size: int, void: float) -> float | None:
             weight = self._weight.of_piece(piece, size, total)
             void = void if factor * weight else math.inf
             output, failed = pending.pop() if pending else self._forward(step, piece, size, logs, void)
@@ -220,11 +210,10 @@ class ShardedRecovery(Recovery):
                 loss.backward(head.to(loss.dtype) * (weight or 1.0))
 
             failed = self._differentiate(step, piece, size, loss, differentiate, failed)
-            if failed is not None:
-                raise _RanOut(step.reason, failed)
-            if logs is not None:
+            if failed is None and logs is not None:
                 done.append(found)
                 logs.keep()
+            return failed
 
         def idle() -> None:
             few, put_back = self._few(step, step.args[0], total), self._pieces.save()
@@ -238,7 +227,7 @@ class ShardedRecovery(Recovery):
             self._short |= step.cut_again
             return anything
 
-        self._pieces.run(step, most, run, todo=todo, more=more, idle=idle, again=_ran_out)
+        self._pieces.run(step, most, run, todo=todo, more=more, idle=idle)
         return done
 
     def _differentiate(
@@ -270,10 +259,8 @@ class ShardedRecovery(Recovery):
         if loss is not None:  # out of the handler, see above
             for tensor in (loss, *holders):
                 tensor.detach_()
-            with ExitStack() as stack:
-                for name, replacement in self._alone().items():
-                    stack.enter_context(patched(self._trainer.strategy, name, replacement))
-                output, failed = self._drained(step, piece, size)
+            self._again.callback(replace_methods(self._trainer.strategy, **self._alone()))
+            output, failed = self._drained(step, piece, size)
             loss = loss_of(output)
             assert loss is not None
             self._believed = False
@@ -286,16 +273,9 @@ class ShardedRecovery(Recovery):
 
     def _alone(self) -> dict[str, Callable[..., Any]]:
         """Returns, by name, what stands for the collectives of a ``training_step`` whose peers have made theirs."""
-
-        def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            del args, kwargs
-            return torch.stack([tensor] * self._trainer.world_size)
-
-        def same(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            del args, kwargs
-            return value
-
-        return {"all_gather": all_gather, "reduce": same, "broadcast": same, "barrier": same}
+        same: dict[str, Callable[..., Any]]
+        same = dict.fromkeys(("reduce", "broadcast", "barrier"), lambda value=None, *_, **__: value)
+        return {**same, "all_gather": lambda value, *_, **__: torch.stack([value] * self._trainer.world_size)}
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
@@ -335,10 +315,6 @@ class ShardedRecovery(Recovery):
         put_back()
         if done is not None:
             self._tell(step, total)
-
-
-def _ran_out(error: BaseException) -> bool:
-    return isinstance(error, _RanOut)
 
 
 def _hand_over(found: list[tuple[Tensor, Tensor]], scale: float, gradient: Tensor) -> None:

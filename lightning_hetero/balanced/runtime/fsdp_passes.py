@@ -30,9 +30,11 @@ class FSDPPasses:
     Attributes:
         done: collectives of this pass so far.
         void: those with lower numbers get zeros from this rank.
+        agree: given a number before each collective, and its size: all ranks must be about to do the same.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.agree: Callable[..., None] = _ignore
         self.done = 0
         self.void: float = 0
         self._skip = self._ended = 0
@@ -40,9 +42,10 @@ class FSDPPasses:
         self._modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
         groups = {g: None for m in self._modules for g in getattr(_state(m), "_fsdp_param_groups", ())}
         self._groups: list[Any] = list(groups)
-        for group in self._groups:
-            group._all_gather_comm = _Comm(group._all_gather_comm, self._gathers)
-            group._reduce_scatter_comm = _Comm(group._reduce_scatter_comm, self._reduces)
+        for i, group in enumerate(self._groups):
+            group._all_gather_comm = _Comm(group._all_gather_comm, self._gathers, lambda n, i=i: self.agree(2 * i, n))
+            scatter = group._reduce_scatter_comm
+            group._reduce_scatter_comm = _Comm(scatter, self._reduces, lambda n, i=i: self.agree(2 * i + 1, n))
 
     def close(self) -> None:
         """Gives FSDP its own back."""
@@ -77,6 +80,10 @@ class FSDPPasses:
         self.done = self._ended = self._skip = 0
         self.void = void
 
+    def agree_with(self, agree: Callable[..., None] | None) -> None:
+        """Sets or ends ``agree``."""
+        self.agree = agree or _ignore
+
     def end(self) -> None:
         """Its backward pass is over."""
         self._ended = self.done
@@ -84,7 +91,7 @@ class FSDPPasses:
     def reset(self) -> None:
         """Forgets a pass that has failed, or whose backward pass does not come."""
         for module in self._modules:
-            if _state(module)._is_root is not False:
+            if _state(module)._is_root:  # None: it has not run yet
                 module.reset_iter_state()
         self._ended = self.done
 
@@ -132,17 +139,22 @@ class FSDPPasses:
 class _Comm:
     """What `FSDPModule.set_custom_all_gather` and ``set_custom_reduce_scatter`` take, around another one."""
 
-    def __init__(self, comm: Any, runs: Callable[..., Any]) -> None:
-        self.comm, self._runs = comm, runs
+    def __init__(self, comm: Any, runs: Callable[..., Any], before: Callable[[int], None]) -> None:
+        self.comm, self._runs, self._before = comm, runs, before
         self.allocate = comm.allocate
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
         def run() -> Any:
+            self._before(input_tensor.numel())
             return self.comm(output_tensor, input_tensor, group, *args, **kwargs)
 
         return self._runs(run, output_tensor, input_tensor, group)
+
+
+def _ignore(number: int, size: int = 0) -> None:
+    """Ranks whose numbers of samples have been seen together do the same."""
 
 
 def in_reduction(error: BaseException) -> bool:

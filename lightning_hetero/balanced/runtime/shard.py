@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 Sharding = Literal["auto"] | Sequence[type[nn.Module]]
 
@@ -32,13 +33,35 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding) -> None:
+def check_synchronised(module: nn.Module) -> None:
+    """Refuses parameters that each rank would train for itself.
+
+    Raises:
+        TypeError: some that are trained were not given to ``fully_shard``.
+    """
+    alone = [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and not (isinstance(p, DTensor) and p.device_mesh.mesh_dim_names != ("tensor_parallel",))
+    ]
+    if alone:
+        raise TypeError(
+            f"{', '.join(alone[:3])}{f' and {len(alone) - 3} more' if len(alone) > 3 else ''}: trained, and not"
+            " sharded, so each data-parallel rank would train its own, without a word under ModelParallelStrategy. End"
+            " configure_model with fully_shard(self, mesh=self.device_mesh['data_parallel']), freeze them, or leave out"
+            " configure_model and give shard='auto'"
+        )
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding, *, apart: bool = False) -> None:
     """Applies ``fully_shard`` to the blocks of a module, and to the module; nothing, if it is sharded already.
 
     Args:
         module: the user's.
         mesh: one dimension, of the ranks that share the parameters.
         shard: classes of the blocks; ``"auto"``: see `blocks`.
+        apart: whether the rest is not gathered as one, for the length of a step, but each child when it is called: for
+            steps with several backward passes, each of which divides the gathered parameters again.
 
     Raises:
         ValueError: the module has no such block.
@@ -50,22 +73,37 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding) -> None:
     elif not (found := [m for m in module.modules() if isinstance(m, tuple(shard))]):
         names = ", ".join(c.__name__ for c in shard)
         raise ValueError(f"shard=[{names}]: {type(module).__name__} has no module of these classes")
-    for block in reversed(found):  # inner ones first
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    rest = [child for child in _unshared(_called(module), module) if child not in found] if apart else []
+    for one in (*reversed(found), *rest, module):  # inner ones first
+        fully_shard(one, mesh=mesh)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Returns the children that have a forward pass and parameters; of lists their items."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _unshared(modules: Iterable[nn.Module], root: nn.Module) -> list[nn.Module]:
+    """Returns those that share no parameter with the rest of the model."""
+    owners: Counter[int] = Counter(id(p) for m in root.modules() for p in m.parameters(recurse=False))
+    modules = list(modules)
+    inside = [Counter(id(p) for m in one.modules() for p in m.parameters(recurse=False)) for one in modules]
+    return [one for one, own in zip(modules, inside, strict=True) if all(owners[p] == n for p, n in own.items())]
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks that a model repeats, which hold most of a transformer's parameters.
 
-    They are the items of each `nn.ModuleList` and `nn.Sequential` that has at least two of the same class with modules
-    of their own; of nested lists the outermost. A block that shares a parameter with the rest of the model is left out.
+    They are the items of each `nn.ModuleList` and `nn.Sequential` that has at least two of the same class that hold
+    modules; of nested lists the outermost. A block that shares a parameter with the rest of the model is left out.
     """
     found: list[nn.Module] = []
     _find(module, found)
-    owners: Counter[int] = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    inside = [Counter(id(p) for m in block.modules() for p in m.parameters(recurse=False)) for block in found]
-    return [block for block, own in zip(found, inside, strict=True) if all(owners[p] == n for p, n in own.items())]
+    return _unshared(found, module)
 
 
 def _find(module: nn.Module, found: list[nn.Module]) -> None:

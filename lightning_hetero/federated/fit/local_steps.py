@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -35,6 +34,7 @@ class LocalSteps:
         measured: samples, local steps and seconds since the last decision, of steps whose time is believed.
         wait_s: how long this rank waited when the ranks met last.
         compiles: says whether something was compiled in a step.
+        watch: times own work.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LocalSteps:
         self.wait_s = 0.0
         self.compiles = CompileWatch()
         self._trainer, self._weight_of, self._events = trainer, weight_of, events
-        self._watch = Stopwatch(device)
+        self.watch = Stopwatch(device)
         self._timed: deque[tuple[int, int, int, bool]] = deque()  # epoch, batch, samples; is it believed?
         self._sizes = NewSizes(device)
         self._warm = False
@@ -59,7 +59,7 @@ class LocalSteps:
 
     def begin(self) -> None:
         """This rank begins to draw a batch and to train on it."""
-        self._watch.resume()
+        self.watch.resume()
 
     def count(self, batch: Any) -> None:
         """Adds what the batch counts in the next average."""
@@ -76,9 +76,9 @@ class LocalSteps:
         """
         self.unaveraged = True
         if not self.samples:
-            self._watch.reset()
+            self.watch.reset()
             return
-        self._watch.close()
+        self.watch.close()
         new = self._sizes.first(self.samples)
         believed = self._warm and not self.compiles.ask() and not new
         self._timed.append((compat.epoch_running(self._trainer), number, self.samples, believed))
@@ -88,7 +88,7 @@ class LocalSteps:
 
     def _take_times(self) -> None:
         """Takes in the steps whose times are known: on an accelerator, of those before."""
-        while (seconds := self._watch.take()) is not None:
+        while (seconds := self.watch.take()) is not None:
             epoch, number, samples, believed = self._timed.popleft()
             if believed:
                 total = self.measured
@@ -99,13 +99,9 @@ class LocalSteps:
 
     def settle(self) -> None:
         """Before the ranks meet: waits for the device, because the work of this round belongs to this rank's time."""
-        self._watch.wait()
+        self.watch.wait()
         self._take_times()
 
     def averaged(self, wait_s: float) -> None:
         """The ranks have met, for which this one has waited so long."""
         self.weight, self.made, self.unaveraged, self.wait_s = 0.0, 0, False, wait_s
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Around a collective that user code asks for: waiting for peers is not this rank's work."""
-        return self._watch.paused()

@@ -182,7 +182,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a collective that user code asks for: waiting for peers is not this rank's work."""
-        return self.steps.paused()
+        return self.steps.watch.paused()
 
     def batch_over(self) -> None:
         """A batch of Lightning's loop is over; the ranks meet, if the round is."""

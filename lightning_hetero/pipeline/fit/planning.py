@@ -278,8 +278,8 @@ def _allocated(device: torch.device, size_bytes: float) -> tuple[Tensor | None, 
 
 def tied_spans(module: nn.Module, backbone: Backbone) -> list[tuple[int, int]]:
     """Returns the layers that must stay on one device, because they share weights, as `best_plan` takes them."""
-    ties = tied(module, backbone.layers)
-    return [(0 if tie.outside else min(tie.layers), max(tie.layers)) for tie in ties if tie.layers]
+    ties = [tie for tie in tied(module, backbone.layers) if tie.layers]
+    return [(0 if None in tie.units else min(tie.layers), max(tie.layers)) for tie in ties]
 
 
 def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | Literal["probe"] | None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import gloo_group
@@ -18,7 +15,7 @@ from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.pipeline.decide.costs import model_to_plain
-from lightning_hetero.pipeline.fit.gradients import PATIENCE_S, WholeNorms
+from lightning_hetero.pipeline.fit.gradients import WholeNorms
 from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.planning import PlanResult
@@ -58,11 +55,9 @@ class PipelineRun(RunOnRank):
         if self.fitting:
             self._requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(self._requeue.close)
-            self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
-
-    def _any_told(self, told: bool) -> bool:
-        """Whether rank 0 has received SIGTERM, as it has told all with the batch before."""
-        return self.batches is not None and self.batches.sigterm
+            # Rank 0 tells all with each batch whether it has received the signal.
+            told = compat.replace_sigterm_broadcast(trainer, lambda _: bool(self.batches and self.batches.sigterm))
+            self.undo.callback(told)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
         """Also on ranks that hear of rank 0's rehearsal."""
@@ -121,33 +116,24 @@ class PipelineRun(RunOnRank):
     def whole(self, *, look: bool = False) -> WholeState | None:
         """Returns what collects the model; None if ranks are missing after an exception. Collective, if all come.
 
+        What was under way between them is left: after an exception they meet in a new process group.
+
         Args:
             look: the user's code may have changed the module; see `RankInPlan.look`.
-
-        After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
-        `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception,
-        before the strategy learns of it. The first one reports it here; the others get an exception by that and come
-        to save, too. What was under way between them is left: they meet in a new process group.
         """
         assert self.place is not None
-        if self.trainer.state.status != TrainerStatus.INTERRUPTED:
-            if look and self.batches is not None:
-                self.batches.look()
-            return self.place.held.whole
-        return self._met
+        if self.interrupted:
+            return self._met
+        if look and self.batches is not None:
+            self.batches.look()
+        return self.place.held.whole
 
     @cached_property
     def _met(self) -> WholeState | None:
-        """What the ranks that meet after an exception save with; they meet once."""
-        assert self.place is not None
-        self.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
-        here = f"epoch {self.trainer.current_epoch}, {self.trainer.global_step} optimizer steps"
-        notes = self.failures.meet(here, self.channel.world_size, min(PATIENCE_S, self.settings.timeout_s))
-        missing = [rank for rank, note in enumerate(notes) if not note]
-        if missing or len(set(notes)) > 1:
-            why = f"rank(s) {missing} did not come to save" if missing else f"the ranks stand at {notes}"
-            rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
+        """What the ranks that meet after an exception save with."""
+        if not self.meet_interrupted():
             return None
+        assert self.place is not None
         return WholeState(self.module, self.place.held.ownership, group=gloo_group(self.settings.timeout))
 
     # ---- what others may ask ----------------------------------------------------------------------------------

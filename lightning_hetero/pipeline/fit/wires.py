@@ -14,13 +14,13 @@ from lightning.pytorch import Trainer
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.controller.lyapunov import LyapunovController
-from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
+from lightning_hetero.emulate.links import parcels_s, slow, sums_s
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
 from lightning_hetero.pipeline.decide.plans import check_plan
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace, SlowClock
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
@@ -213,11 +213,11 @@ class Emulation:
             return BusyTime(device)
         return EmulatedPace(device, run.scenario, self._rank, step_of=run.scenario_step)
 
-    def clock(self, peer: int) -> LinkClock | SlowClock:
+    def clock(self, peer: int) -> LinkClock:
         """Returns what times that which comes from a neighbour, global rank."""
         if not self._links:
             return LinkClock()
-        return SlowClock(LinkClock(), self.cluster.links[peer][self._rank], self._run.failures.check)
+        return SlowClock(self.cluster.links[peer][self._rank], self._run.failures.check)
 
     def sums(self, sync: GradientSync) -> Callable[[], None]:
         """Returns what ends the sums of gradients; over emulated links they take their time, behind the real ones."""

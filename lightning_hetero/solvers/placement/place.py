@@ -71,7 +71,7 @@ def place(
     if not pipes:
         return PipelinePlan(groups=(), status=Status.INFEASIBLE, lower_bound_s=bound_s, reason=_why(problem))
     shares, _ = share([problem.cost(pipe) for pipe in pipes], global_batch)
-    groups = [_group(problem, pipe, n) for pipe, n in sorted(zip(pipes, shares, strict=True))]
+    groups = [group_of(problem, pipe, n) for pipe, n in sorted(zip(pipes, shares, strict=True))]
     plan = evaluate_plan(model, cluster, groups, depth=depth)
     return replace(plan, lower_bound_s=min(bound_s, plan.total_s), judged=judged)
 
@@ -106,7 +106,8 @@ def _work_bound_s(problem: Problem) -> float:
     return float((batches * fixed_s + samples * per_sample_s) / np.sum(problem.speeds)) * (1.0 - 1e-9)
 
 
-def _group(problem: Problem, pipe: Pipe, samples: int) -> GroupPlan:
+def group_of(problem: Problem, pipe: Pipe, samples: int) -> GroupPlan:
+    """Returns a pipeline with its samples, in the micro-batches that suit it; depths are still to be found."""
     sizes = micro_batches_of(samples, problem.cost(pipe).size(samples))
     return GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=())
 

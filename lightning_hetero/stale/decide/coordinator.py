@@ -113,15 +113,8 @@ class Coordinator(Dispatch):
     def claim(self, rank: int, global_step: int, now: float) -> list[Effect]:
         """A worker in a global step asks for work; it is assigned, passed, or held (no effect for it yet).
 
-        Raises:
-            ValueError: no epoch has begun, or ``global_step`` is ahead of the server's.
+        An epoch has begun, and ``global_step`` is not ahead of the server's.
         """
-        if self.epoch < 0:
-            raise ValueError(f"rank {rank} claims work before an epoch has begun: call begin() first")
-        if not 0 <= global_step <= self.global_step:
-            raise ValueError(
-                f"rank {rank} claims batch {global_step} of epoch {self.epoch}, but the server is in {self.global_step}"
-            )
         worker = self.workers.speaks(rank, now)
         effects = self._free(worker, "abandoned: its worker asks for other work")
         worker.assignment, worker.held = None, None

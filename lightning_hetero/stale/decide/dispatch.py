@@ -141,7 +141,7 @@ class Dispatch:
         if original is None:
             held.starved = True
             return None
-        twin = self._new(worker, original.spans, held.global_step, now)
+        twin = self.workers.assign(worker, original.spans, now, base=self.version, claimed=held.global_step)
         original.twin, twin.twin = twin, original
         return self._assigned(twin, answer)
 
@@ -153,10 +153,7 @@ class Dispatch:
         books.ledger.release(others)
         if claimed == books.global_step:
             worker.served = claimed
-        return self._assigned(self._new(worker, spans, claimed, now), grant)
-
-    def _new(self, worker: WorkerState, spans: tuple[Span, ...], claimed: int, now: float) -> Assignment:
-        return self.workers.assign(worker, spans, now, base=self.version, claimed=claimed)
+        return self._assigned(self.workers.assign(worker, spans, now, base=self.version, claimed=claimed), grant)
 
     def _assigned(self, made: Assignment, grant: Grant) -> Assigned:
         step = self._books.global_step

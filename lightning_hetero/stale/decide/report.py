@@ -148,7 +148,7 @@ class Measures:
 
 
 class Since:
-    """Turns totals into what was added since the last time."""
+    """Turns totals of one server into what was added since the last time."""
 
     def __init__(self) -> None:
         self._last = Counts()
@@ -161,16 +161,13 @@ class Since:
             ranks: how many there are; those that did nothing, or are dead, have a record of zeros.
         """
         counts, last, step = measures.counts, self._last, measures.global_step
-        if counts.updates < last.updates:  # the server was started again
-            last = Counts()
         updates = counts.updates - last.updates
         if updates < 1:
             return None
         self._last = counts
 
         def mean(totals: Counter[int], before: Counter[int], rank: int) -> float:
-            total = float(totals[rank])
-            return (total - before[rank] if total >= before[rank] else total) / updates
+            return float(totals[rank] - before[rank]) / updates
 
         records = [
             SpeedSample(

@@ -186,18 +186,13 @@ class GlobalSteps:
             return self.source.dummy()
         compat.count_started(self._trainer)
         self._log_learning_rates()
-        if self._counts_step():
-            compat.count_step(self._trainer)
+        trainer, batches, (_, ends) = self._trainer, self.at.global_step + 1, self.source.sampler.draw()
+        last = batches in (len(ends), compat.fetch_limit(trainer), trainer.num_training_batches)
+        if last or batches % trainer.accumulate_grad_batches == 0:  # also if the user's `optimizer_step` leaves it out
+            compat.count_step(trainer)
         if Word.steps(word):
             self.scale.after_step(overflow=Word.overflowed(word))
         return None
-
-    def _counts_step(self) -> bool:
-        """Whether Lightning counts a step in this batch: also if the user's `optimizer_step` leaves it out."""
-        trainer, batches = self._trainer, self.at.global_step + 1
-        _, ends = self.source.sampler.draw()
-        last = batches in (len(ends), compat.fetch_limit(trainer), trainer.num_training_batches)
-        return last or batches % trainer.accumulate_grad_batches == 0
 
     def _log_learning_rates(self) -> None:
         """`LearningRateMonitor` logs at the start of a batch; a batch that is passed does not have one."""

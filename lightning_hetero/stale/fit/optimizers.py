@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.stale.fit.held_state import check_held
@@ -41,6 +41,8 @@ def refuse_unusual_steps(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         name = type(optimizer).__name__
         refuse_step_hooks(optimizer)
+        if isinstance(optimizer, SparseAdam):
+            raise TypeError(f"{name} needs sparse gradients, and the parameter server has dense ones. {_INSTEAD}")
         plain, state, _ = _try(optimizer, closure=False)
         with_closure, _, calls = _try(optimizer, closure=True)
         if with_closure and not plain:
@@ -167,7 +169,7 @@ def _redirected(index: int, optimizer: Any, loop: StepLoop) -> dict[str, Callabl
         check_held(optimizer)
         refuse_step_hooks(optimizer)
         if not loop.running_step:  # by the user, around Lightning's wrapper and the precision plugin
-            return loop.step(index, optimizer, closure or _nothing, lambda _, closure: optimizer.step(closure))
+            return loop.step(index, optimizer, closure or (lambda: None), lambda _, closure: optimizer.step(closure))
         output = closure() if closure is not None else None
         loop.stepped()
         optimizer._opt_called = True  # what torch's schedulers look for before they warn
@@ -192,10 +194,6 @@ def _redirected(index: int, optimizer: Any, loop: StepLoop) -> dict[str, Callabl
     # Schedulers made later, e.g. by a callback, must neither wrap it as a method nor miss their own wrapper.
     vars(push_instead)["_wrapped_by_lr_sched"] = True
     return {"step": push_instead, "zero_grad": note_and_zero}
-
-
-def _nothing() -> None:
-    """A step without a closure."""
 
 
 def _is_of_torch(function: Callable[..., Any]) -> bool:

@@ -11,13 +11,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
-from lightning_hetero.base.elastic.ddp import ElasticRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
-from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
 from lightning_hetero.stale.fit.loaders import AssignedBinder
 from lightning_hetero.stale.fit.meetings import ServerMeetings
@@ -26,7 +25,7 @@ from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.refusals import Changed, refuse_different
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.step_loop import StepLoop
-from lightning_hetero.stale.runtime.start import Address
+from lightning_hetero.stale.runtime.start import Address, ServerSettings
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
@@ -38,8 +37,6 @@ from lightning_hetero.types import StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
-
 
 class StaleRun(ElasticRun[AssignedBinder]):
     """One fit on one rank.
@@ -47,6 +44,8 @@ class StaleRun(ElasticRun[AssignedBinder]):
     Args:
         trainer: the running trainer; its process group exists.
         strategy: that of the trainer; with its arguments, and who takes part.
+        settings: of the server.
+        agreed: what must be the same on all ranks, in words.
         invitation: into a run of others.
 
     Attributes:
@@ -59,20 +58,21 @@ class StaleRun(ElasticRun[AssignedBinder]):
     channel_is_idle = True  # it is for set-up and for the order of an epoch
 
     def __init__(
-        self, trainer: Trainer, strategy: BoundedStalenessStrategy, invitation: Invitation | None
-    ) -> None:
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: ServerSettings,
+        agreed: Mapping[str, str] | None, invitation: Invitation | None,
+    ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
-        agreed, store = (strategy.agreed(), None) if invitation is None else (None, invitation.run_store)
+        agreed, store = (agreed, None) if invitation is None else (None, invitation.run_store)
         super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings
         generation = FIRST_GENERATION if invitation is None else invitation.generation
-        self.session = session = Session(trainer, strategy, members, meetings=met)
+        self.session = session = Session(trainer, strategy, settings, meetings=met)
         requests = JoinRequests(strategy.cluster_environment)
         self.meetings = ServerMeetings(
             trainer, session, members, channel, backend=strategy.process_group_backend or "gloo",
-            timeout=strategy.timeout, liveness_s=strategy.server.liveness_s,
+            timeout=strategy.timeout, liveness_s=settings.liveness_s,
             before_epoch=lambda: self.admission.admit(), leave_step=self._end_epoch,
             take_over_changes=self._take_over_changes,
         )  # fmt: skip
@@ -82,7 +82,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.binder = AssignedBinder(trainer, channel, members, strategy.shared)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
-        self._since = report.Since()  # the last report
+        self._since = report.Since()  # the last report, of this server
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
@@ -138,6 +138,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             address = self.channel.all_gather_object(address)[0]
         assert address is not None
         session.connect(address)
+        self._since = report.Since()
         self._callback_hooks.close()  # callbacks may be others now
         self._callback_hooks.callback(compat.skip_empty_batches(self.trainer, self._parts))
 
@@ -169,13 +170,11 @@ class StaleRun(ElasticRun[AssignedBinder]):
     def _begin(self) -> None:
         trainer, shared, binder, module = self.trainer, self._strategy.shared, self.binder, self.module
         assert binder.source is not None
-        binder.steps = steps = GlobalSteps(
-            trainer, self.session, binder.source, parts=self._parts, events=self.events,
+        self.loop = binder.steps = StepLoop(
+            trainer, self.session, binder.source, weight=shared.weight_in(module),
+            sums=shared.loss_reduction == "sum", parts=self._parts, events=self.events,
             before_epoch=self._before_epoch, resume=self._stored.get("applied") or {},
         )  # fmt: skip
-        self.loop = StepLoop(
-            trainer, steps, weight=shared.weight_in(module), sums=shared.loss_reduction == "sum"
-        )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
         self.undo.callback(compat.watch_epoch_values(trainer, self._parts.logged))
@@ -260,7 +259,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         return self.loop if self.worker is not None and self.trainer.training else None
 
     def trained(self) -> tuple[int, int] | None:
-        return None if self.binder.steps is None else self.binder.steps.at.trained()
+        return None if self.loop is None else self.loop.at.trained()
 
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""
@@ -338,7 +337,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
             return
         members, strategy, hosted = self._members, self._strategy, None
         if members.is_lowest:
-            hosted = host_store(strategy.host_name(), strategy.patience)
+            hosted = host_store(strategy.host_name(), self.session.patience)
         host, port = self.channel.all_gather_object(None if hosted is None else (strategy.host_name(), hosted.port))[0]
         store = reach_store(host, port) if hosted is None else hosted  # lives with the group
         self.meetings.rebuild(store, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -18,22 +19,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed
 from lightning_hetero.stale.runtime.fork import ServerProcess
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import MetAtServer
-from lightning_hetero.stale.runtime.start import Address, connect, start_server
+from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.link import Pulse
+from lightning_hetero.transport.pulse import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
 _LAST_S = 5.0  # that a rank which was told to end (SIGTERM) waits for the server's answer
 _DYING_S = 2.0  # from the end of a killed process' connections to its own
@@ -65,21 +64,23 @@ class Session:
     Args:
         trainer: gives module, optimizers and precision.
         strategy: that of the trainer.
-        members: who takes part.
+        settings: of the server.
         meetings: see the attribute.
 
     Attributes:
         worker: this rank's end, from `connect` to `leave`. Other threads ask, too: read it once.
         state: the server's, as fetched last.
         meetings: how often the ranks have met, also before this one came.
+        patience: how long to wait for others: the timeout, or torch's usual one.
     """
 
     _held: Sequence[Optimizer] = ()  # whose state the server has
 
     def __init__(
-        self, trainer: Trainer, strategy: BoundedStalenessStrategy, members: Members, *, meetings: int = 0
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: ServerSettings, *, meetings: int = 0
     ) -> None:
-        self._trainer, self._strategy, self._members = trainer, strategy, members
+        self._trainer, self._strategy, self._settings, self._members = trainer, strategy, settings, strategy.members
+        self.patience = strategy.timeout or timedelta(minutes=30)
         self.worker: Worker | None = None
         self.state: dict[str, Any] = {}
         self.meetings = meetings
@@ -123,7 +124,7 @@ class Session:
         trained = [place for i, place in named.items() if i in owned]
         layout = FlatLayout.of(
             [(place.name, place.tensor) for place in trained], [(place.name, place.tensor) for place in buffers],
-            optimizers=optimizers, compression=self._strategy.compression,
+            optimizers=optimizers, compression=self._settings.compression,
         )  # fmt: skip
         others = [place for i, place in named.items() if i not in owned]
         self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())
@@ -136,26 +137,26 @@ class Session:
             state: of the coordinator, from a checkpoint; else empty.
             policy: instead of the strategy's.
         """
-        shared, strategy, members = self._shared, self._strategy, self._members
+        shared, strategy, members, settings = self._shared, self._strategy, self._members, self._settings
         assert shared is not None
-        near = members.near if strategy.transport != "pairs" else ()
+        near = members.near if settings.transport != "pairs" else ()
         divide_by = float(members.world_size) if strategy.shared.loss_reduction == "sum" else None
         self._process, address = start_server(
             layout=shared.layout, parameters=shared.parameters, buffers=shared.present_buffers(),
             optimizers=self._trainer.optimizers,
-            settings=replace(strategy.server, policy=policy or strategy.policy, divide_by=divide_by),
+            settings=replace(settings, policy=policy or settings.policy, divide_by=divide_by),
             ranks=members.alive, near=near, far=[r for r in range(members.world_size) if r not in near],
-            ahead=ahead, state=dict(state), host=strategy.host_name(), timeout=strategy.patience,
+            ahead=ahead, state=dict(state), host=strategy.host_name(), timeout=self.patience,
         )  # fmt: skip
         return address
 
     def connect(self, address: Address) -> None:
         """Connects this rank to the server; the newest parameters come, the optimizers' state is the server's now."""
-        shared, strategy, optimizers = self._shared, self._strategy, self._trainer.optimizers
+        shared, optimizers = self._shared, self._trainer.optimizers
         assert shared is not None
         self._address = address
         self.worker = worker = Worker(
-            connect(address, self._members.rank, strategy.patience),
+            connect(address, self._members.rank, self.patience),
             shared.layout,
             shared.parameters,
             shared.present_buffers,
@@ -166,7 +167,7 @@ class Session:
             tell=self._members.warn_once,
         )
         worker.link.waits = self._may_wait
-        self._pulse = Pulse(worker.link, strategy.server.liveness_s)
+        self._pulse = Pulse(worker.link, self._settings.liveness_s)
         worker.pull()
         if not self._members.is_lowest:
             for optimizer in optimizers:
@@ -222,10 +223,9 @@ class Session:
 
     def fetch_state(self) -> None:
         """Renews `state` (lowest rank), with the parameters of the very same version on this rank."""
-        worker = self.worker
-        assert worker is not None
+        assert self.worker is not None
         # What callbacks have put in place of these parameters, e.g. averages, stays.
-        self.state = worker.state()
+        self.state = self.worker.state()
 
     def bring_home(self) -> None:
         """The state of the server's optimizers comes into those of the lowest rank, which writes checkpoints."""

@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.checked import real
+from lightning_hetero.data.assigned import SampleSource
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
 from lightning_hetero.stale.fit.refusals import SEES_NOT_ALL, no_monitored_steps
+from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
-from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import run_alone
 from lightning_hetero.transport.base import Ask, Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag
@@ -38,27 +39,25 @@ _NO_MEETING = (
 )
 
 
-class StepLoop:
+class StepLoop(GlobalSteps):
     """Trains what is assigned and pushes it; one per fit and rank.
 
     Args:
-        trainer: the running trainer.
-        steps: claims what this rank trains on.
+        trainer, session, source, of_steps: see `GlobalSteps`.
         weight: what a batch counts in the mean over the update; default its samples.
         sums: losses are sums over their batch: gradients are added, whatever the batches count.
 
     Attributes:
-        at: where this rank is.
         running_step: the precision plugin is on its way to an optimizer's step.
     """
 
     def __init__(
-        self, trainer: Trainer, steps: GlobalSteps, *, weight: Callable[[Any], float] | None, sums: bool = False
-    ) -> None:
-        self._trainer = trainer
+        self, trainer: Trainer, session: Session, source: SampleSource, *, weight: Callable[[Any], float] | None,
+        sums: bool, **of_steps: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(trainer, session, source, **of_steps)
         self._weight_of = weight
         self._sums = sums
-        self._automatic = trainer.lightning_module.automatic_optimization
         self._zeroes = 0  # bit i: optimizer i since the last push
         self._stepped = False  # no overflow since the last push
         self._made_gradients = False  # in this epoch, in manual optimization
@@ -66,8 +65,6 @@ class StepLoop:
         module = trainer.lightning_module
         by_hand = not self._automatic or is_overridden("optimizer_step", module)
         self._edits = GradientEdits(module, looks=by_hand)
-        self.at = steps.at
-        self._claims = steps
         self.running_step = False
 
     # ---- the batch --------------------------------------------------------------------------------------------
@@ -94,10 +91,6 @@ class StepLoop:
         return self.samples == 0
 
     @property
-    def _worker(self) -> Worker:
-        return self._claims.worker
-
-    @property
     def _work(self) -> Chunk:
         work = self.at.work
         assert work is not None, "outside of a step"
@@ -107,7 +100,7 @@ class StepLoop:
         """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
         self.at.work = None
         if failed:
-            self._worker.weights.stop()
+            self.worker.weights.stop()
 
     def end_epoch(self) -> None:
         """The epoch is over.
@@ -163,7 +156,7 @@ class StepLoop:
             self._drop_gradients()
         else:
             self._push(steps=1 << index, final=False)
-            self._worker.pull()
+            self.worker.pull()
         return output
 
     def backward_done(self) -> None:
@@ -180,14 +173,14 @@ class StepLoop:
                 output = run(optimizer, closure=closure)
         finally:
             self.running_step = False
-        self._claims.scale.restore()
+        self.scale.restore()
         return output
 
     def _clip(self, value: float, kind: str, optimizer: Any) -> None:
         """The server clips the gradient of the whole batch at the optimizer's next step."""
         for index, own in enumerate(self._trainer.optimizers):
             if own is optimizer:
-                self._worker.clip(index, value, kind)
+                self.worker.clip(index, value, kind)
 
     def accumulated(self, optimizer: Optimizer) -> None:
         """A batch without a step is done: it only accumulates, or the user's `optimizer_step` left the step out."""
@@ -209,7 +202,7 @@ class StepLoop:
 
     def _unscale(self) -> None:
         """Divides gradients, of which no step has seen to it, by the loss scale; notes an overflow."""
-        self._stepped = self.dummy or self._claims.scale.unscale(self._worker.gradients())
+        self._stepped = self.dummy or self.scale.unscale(self.worker.gradients())
 
     def training_step_done(self, again: Callable[[Any], Any]) -> None:
         """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more, and returns
@@ -218,7 +211,7 @@ class StepLoop:
         if self.dummy:  # the others' pushes say what is zeroed
             self._zeroes = 0
         elif not self._made_gradients:
-            self._made_gradients = any(gradient is not None for gradient in self._worker.gradients())
+            self._made_gradients = any(gradient is not None for gradient in self.worker.gradients())
         if self._work.grant is None:  # a global step that went by
             self._drop_gradients()
             self.at.work = None
@@ -241,14 +234,14 @@ class StepLoop:
         self._more_micro_batches(optimizer)
         while (reply := self._push_or_claim(steps)).kind is Say.ASSIGNED:
             with self._top_up(reply) as batch:
-                self._claims.parts.ended(train(batch), batch, self._work.piece_samples)
+                self.parts.ended(train(batch), batch, self._work.piece_samples)
                 self._more_micro_batches(optimizer)
-        self._claims.over(reply)
+        self.over(reply)
 
     def _push_or_claim(self, steps: int) -> Reply:
         if self.dummy:
             self._drop_gradients()
-            return self._claims.claim()
+            return self.claim()
         self._stepped = self._stepped or not self._automatic
         return self._push(steps=steps, final=True)
 
@@ -256,15 +249,15 @@ class StepLoop:
     def _top_up(self, reply: Reply) -> Iterator[Any]:
         """Another batch within the same step of Lightning's loop."""
         trainer = self._trainer
-        batch = compat.batch_to_device(trainer, self._claims.open(reply, wait_s=self._work.wait_s, top_up=True))
+        batch = compat.batch_to_device(trainer, self.open(reply, wait_s=self._work.wait_s, top_up=True))
         with compat.as_batch(trainer, batch, self._work.piece_samples):
             for callback in compat.trainer_callbacks(trainer):
                 hook = getattr(callback, "on_extra_batch_start", None)
                 if callable(hook):
                     hook(trainer, trainer.lightning_module, batch, self.at.global_step)
-            before = self._claims.session.others_now()
+            before = self.session.others_now()
             yield batch
-            if self._claims.session.others_now() != before:
+            if self.session.others_now() != before:
                 raise RuntimeError(
                     f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.at.global_step},"
                     f" on rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
@@ -272,7 +265,7 @@ class StepLoop:
 
     def _more_micro_batches(self, optimizer: Optimizer | None) -> None:
         """Computes the rest of an assignment in micro-batches, and returns early once it is asked to (SaPS)."""
-        work, claims, worker = self._work, self._claims, self._worker
+        work, worker = self._work, self.worker
         if optimizer is None or work.grant is None:
             return
         for piece in work.pieces[1:]:
@@ -280,14 +273,14 @@ class StepLoop:
                 break
             done = work.weight
             work.piece = piece
-            batch = compat.batch_to_device(self._trainer, claims.source.batch(piece, due=0))  # weighs it
+            batch = compat.batch_to_device(self._trainer, self.source.batch(piece, due=0))  # weighs it
             before = worker.gradients()
             self._drop_gradients()
             with compat.as_batch(self._trainer, batch, work.piece_samples):
                 closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer, zero=False)
                 closure()
-            claims.parts.ended(compat.outputs_of(closure), batch, work.piece_samples)
-            self._stepped &= claims.scale.unscale(worker.gradients())
+            self.parts.ended(compat.outputs_of(closure), batch, work.piece_samples)
+            self._stepped &= self.scale.unscale(worker.gradients())
             if self._sums:
                 combine_means_(worker.parameters, before, 1.0, 1.0)
             else:
@@ -307,7 +300,7 @@ class StepLoop:
             flags |= PushFlag.MORE
         if self._automatic:  # whatever the user's hooks did to zero them
             zeroes = int(at.global_step % self._trainer.accumulate_grad_batches == 0)
-        computed, started, end = [0.0, 0.0], work.started, self._claims.device.stamp(timing=True)
+        computed, started, end = [0.0, 0.0], work.started, self.device.stamp(timing=True)
 
         def compute_s() -> float:
             end.wait()  # for nothing, if something was pushed that had to be waited for
@@ -319,10 +312,10 @@ class StepLoop:
             assignment=work.grant.assignment,
             samples=work.computed, weight=work.weight, flags=flags, steps=steps, zeroes=zeroes,
         )  # fmt: skip
-        reply = self._worker.push(request, compute_s)
+        reply = self.worker.push(request, compute_s)
         self._zeroes = 0
         if final:
-            self._claims.parts.pushed(wasted=reply.wasted)
+            self.parts.pushed(wasted=reply.wasted)
             self._most_steps = max(work.substep, self._most_steps or 0)
         work.substep += 1
         data = {
@@ -334,11 +327,11 @@ class StepLoop:
         }
         work.wait_s = 0.0
         if final:
-            self._claims.note("step", data)
+            self.note("step", data)
         return reply
 
     def _drop_gradients(self) -> None:
-        for parameter in self._worker.parameters:
+        for parameter in self.worker.parameters:
             parameter.grad = None
 
     @contextmanager
@@ -353,7 +346,7 @@ class StepLoop:
 
     def guard(self) -> AbstractContextManager[Any]:
         """Around a training step: its user clips what the server has; a dummy batch counts nothing in metrics."""
-        stack = self._claims.parts.step()
+        stack = self.parts.step()
         stack.enter_context(run_alone(_NO_MEETING))
         if not self._automatic:
             stack.enter_context(compat.collect_clipping(self._trainer, self._clip))

@@ -173,12 +173,11 @@ class FlatLayout:
 
         Args:
             optimizers: whose hyper-parameters travel with each push.
-            compression: see `check_compression`.
+            compression: as `check_compression` lets it pass.
 
         Raises:
-            ValueError: a tensor is sparse, quantised or not initialised, or the compression is unknown.
+            ValueError: a tensor is sparse, quantised or not initialised.
         """
-        check_compression(compression)
         seen: set[int] = set()
 
         def entries(named: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:

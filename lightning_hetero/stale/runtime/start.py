@@ -15,7 +15,7 @@ from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.fork import ServerProcess, Watched, fork_server
-from lightning_hetero.stale.runtime.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import CompressionName, FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Alive
@@ -39,6 +39,8 @@ class ServerSettings:
     Attributes:
         divide_by: a loss that is a sum: gradients of an update are divided by this, not by what they count.
         liveness_s: workers give a sign of life so often; see `Coordinator` for what else depends on it.
+        compression: how gradients are sent; None: unchanged.
+        transport: whether ranks on the server's node reach it through shared memory (``"auto"``); else all use pairs.
     """
 
     policy: Policy
@@ -46,6 +48,8 @@ class ServerSettings:
     nonfinite: Literal["stop", "skip"] = "stop"
     divide_by: float | None = None
     liveness_s: float = 5.0
+    compression: CompressionName | None = None
+    transport: Literal["auto", "pairs"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from datetime import timedelta
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_hetero
@@ -20,19 +20,21 @@ from lightning_hetero import (
     FederatedStrategy,
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
+    ShardedBalancedStrategy,
     predictors,
 )
-from lightning_hetero.base.arguments import DDPArguments
+from lightning_hetero.base.arguments import DDPArguments, ModelParallelArguments
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.predictors import PredictorName
 from lightning_hetero.stale.decide import policy
 from lightning_hetero.stale.decide.policy import PolicyName
 from lightning_hetero.stale.runtime import layout
 
-ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy]
+DDP_ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy]
+ENGINES = [*DDP_ENGINES, ShardedBalancedStrategy]
 
 
-def parsed(cls: type[DDPStrategy], **options: object) -> DDPStrategy:
+def parsed(cls: type[Any], **options: object) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=Strategy)
     given = [f"--strategy.{name}={value}" for name, value in options.items()]
@@ -41,11 +43,13 @@ def parsed(cls: type[DDPStrategy], **options: object) -> DDPStrategy:
 
 
 @pytest.mark.parametrize("cls", ENGINES)
-def test_inherited_arguments_reach_the_constructor_from_a_command_line(cls: type[DDPStrategy]) -> None:
-    strategy = parsed(cls, global_batch_size=96, loss_reduction="sum", timeout="0:10:00", find_unused_parameters="true")
+def test_inherited_arguments_reach_the_constructor_from_a_command_line(cls: type[HeteroStrategy]) -> None:
+    sharded = cls is ShardedBalancedStrategy
+    name = "save_distributed_checkpoint" if sharded else "find_unused_parameters"
+    strategy: Any = parsed(cls, global_batch_size=96, loss_reduction="sum", timeout="0:10:00", **{name: not sharded})
     assert isinstance(strategy, cls)
-    assert (strategy.global_batch_size, strategy.timeout) == (96, timedelta(minutes=10))  # type: ignore[attr-defined]
-    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+    assert (strategy.global_batch_size, strategy.timeout) == (96, timedelta(minutes=10))
+    assert vars(strategy).get(f"_{name}", vars(strategy).get("_ddp_kwargs", {}).get(name)) is (not sharded)
 
 
 def test_command_lines_offer_our_strategies_and_callbacks_and_nothing_internal() -> None:
@@ -60,7 +64,7 @@ def test_command_lines_offer_our_strategies_and_callbacks_and_nothing_internal()
 
 
 @pytest.mark.parametrize("cls", ENGINES)
-def test_a_value_out_of_range_is_refused_on_the_command_line(cls: type[DDPStrategy]) -> None:
+def test_a_value_out_of_range_is_refused_on_the_command_line(cls: type[HeteroStrategy]) -> None:
     with pytest.raises(Exception, match="mode"):
         parsed(cls, loss_reduction="mode")
 
@@ -78,27 +82,29 @@ def test_a_value_out_of_range_is_refused_on_the_command_line(cls: type[DDPStrate
     ],
 )
 def test_shared_arguments_are_checked_in_every_engine(
-    cls: type[DDPStrategy], arguments: dict[str, object], error: type[Exception], words: str
+    cls: type[Any], arguments: dict[str, object], error: type[Exception], words: str
 ) -> None:
+    if cls.engine == "sharded" and error is TypeError:  # it has none of DDP's
+        words = f"have no argument '{next(iter(arguments))}'"
     with pytest.raises(error, match=words):
         Trainer(accelerator="cpu", devices=2, strategy=cls(**arguments), logger=False)  # type: ignore[arg-type]
-    name = f"<{cls.__name__} for lightning.pytorch.Trainer: hetero_{cls.engine}, global batch"  # type: ignore[attr-defined]
+    name = f"<{cls.__name__} for lightning.pytorch.Trainer: hetero_{cls.engine}, global batch"
     assert repr(cls()) == f"{name} of the loader>"
-    assert repr(cls(global_batch_size=96)) == f"{name} 96>"  # type: ignore[arg-type]
+    assert repr(cls(global_batch_size=96)) == f"{name} 96>"
 
 
 @pytest.mark.parametrize("cls", [*ENGINES, AutoStrategy])
-def test_shared_arguments_stand_in_every_signature_and_docstring(cls: type[DDPStrategy]) -> None:
+def test_shared_arguments_stand_in_every_signature_and_docstring(cls: type[Any]) -> None:
     own, shared = (inspect.signature(of.__init__).parameters for of in (cls, HeteroStrategy))
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in list(own.values())[1:-1])
-    assert {name: (p.default, p.annotation) for name, p in own.items() if name in shared} == {
+    assert {name: (p.default, p.annotation) for name, p in own.items() if name in shared and name != "stock"} == {
         name: (p.default, p.annotation) for name, p in shared.items() if name != "stock"
     }
     told = re.search(r"Args:\n(.*?)\n\n", inspect.getdoc(cls) or "", re.DOTALL)
     assert told is not None
     assert set(re.findall(r"^    \**(\w+):", told.group(1), re.MULTILINE)) == set(own) - {"self"}
     with pytest.raises(TypeError, match="positional"):
-        cls(64)  # type: ignore[arg-type]
+        cls(64)
 
 
 def test_the_typed_arguments_are_those_of_ddp() -> None:
@@ -108,6 +114,9 @@ def test_the_typed_arguments_are_those_of_ddp() -> None:
         names = set(inspect.signature(of.__init__).parameters) - {"self", "kwargs", "module", "accelerator"}
         names -= {"device_ids", "output_device", "dim", "check_reduction"}  # Lightning's; without effect
         assert names <= known, names - known
+    stock = set(inspect.signature(ModelParallelStrategy.__init__).parameters)
+    told = set(inspect.signature(ShardedBalancedStrategy.__init__).parameters) - {"stock"}
+    assert set(ModelParallelArguments.__annotations__) == stock - told
 
 
 @pytest.mark.parametrize(
@@ -116,6 +125,9 @@ def test_the_typed_arguments_are_those_of_ddp() -> None:
         (LoadBalancedStrategy(min_samples=20, global_batch_size=9), "min_samples=20 asks for 40 samples on 2 ranks"),
         (LoadBalancedStrategy(global_batch_size=1), "the default minimum asks for 2 samples on 2 ranks"),
         (LoadBalancedStrategy(min_samples=[3, 3, 3]), "min_samples lists 3 ranks, but there are 2"),
+        (ShardedBalancedStrategy(data_parallel_size=4), "data_parallel_size=4 times tensor_parallel_size=1 must"),
+        (ShardedBalancedStrategy(tensor_parallel_size=3), "data_parallel_size=1 times tensor_parallel_size=3 must be"),
+        (ShardedBalancedStrategy(min_samples=[3, 3, 3]), "min_samples lists 3 ranks, but there are 2"),
         (FederatedStrategy(max_samples=[3]), "max_samples lists 1 ranks, but there are 2"),
         (FederatedStrategy(min_clients=3), "min_clients=3 must be at most the number of ranks, 2"),
         (HeteroPipelineStrategy(cluster={"devices": [{"speed": 1}]}), "describes 1 devices, but the Trainer has 2"),
@@ -125,17 +137,17 @@ def test_the_typed_arguments_are_those_of_ddp() -> None:
          r"cuts=\(0, 2\) must be 3 rising numbers"),
     ],
 )  # fmt: skip
-def test_what_needs_no_process_is_checked_when_the_trainer_is_made(strategy: DDPStrategy, words: str) -> None:
+def test_what_needs_no_process_is_checked_when_the_trainer_is_made(strategy: Strategy, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_trainer(strategy)
 
 
-def make_trainer(strategy: DDPStrategy, devices: int = 2) -> Trainer:
+def make_trainer(strategy: Strategy, devices: int = 2) -> Trainer:
     return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
 
 
 @pytest.mark.stock_ddp("static_graph", "stale", "pipeline", differs="no effect, and a warning says so")
-@pytest.mark.parametrize("cls", ENGINES)
+@pytest.mark.parametrize("cls", DDP_ENGINES)
 def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrategy]) -> None:
     silent = cls(static_graph=False, find_unused_parameters=True, process_group_backend="gloo")  # type: ignore[arg-type]
     make_trainer(silent)
@@ -167,21 +179,25 @@ def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[D
         (BoundedStalenessStrategy, "complession", "compression"),
         (HeteroPipelineStrategy, "backbon", "backbone"),
         (FederatedStrategy, "local_step", "local_steps"),
+        (ShardedBalancedStrategy, "tensor_paralel_size", "tensor_parallel_size"),
         (HeteroPipelineStrategy, "time_out", "timeout"),
     ],
 )
 def test_a_misspelt_argument_comes_with_the_one_of_ours_that_is_near(
-    cls: type[DDPStrategy], wrong: str, meant: str
+    cls: type[Any], wrong: str, meant: str
 ) -> None:
     with pytest.raises(TypeError, match=f"have no argument '{wrong}'; did you mean '{meant}'"):
-        cls(**{wrong: 1})  # type: ignore[arg-type]
+        cls(**{wrong: 1})
 
 
-WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
+WRONG: list[tuple[type[Any], str, object, str]] = [
     *((cls, "monitor", "no", "monitor='no' must be one of (True, False)") for cls in ENGINES),
     *((cls, "batch_weight", 5, "batch_weight=5 must be a function") for cls in ENGINES),
     *((cls, "timeout", 5, "timeout=5 must be a datetime.timedelta") for cls in ENGINES),
-    *((cls, "start_method", "popn", "start_method='popn' must be one of") for cls in ENGINES),
+    *((cls, "start_method", "popn", "start_method='popn' must be one of") for cls in DDP_ENGINES),
+    (ShardedBalancedStrategy, "data_parallel_size", 0, "data_parallel_size=0 must be a whole number >= 1"),
+    (ShardedBalancedStrategy, "shard", "all", "shard='all' must be 'auto', a list of module classes"),
+    (ShardedBalancedStrategy, "shard", [5], "shard=[5] must be 'auto', a list of module classes"),
     (LoadBalancedStrategy, "dead_band", "abc", "dead_band='abc' must be a finite number >= 0"),
     (LoadBalancedStrategy, "min_samples", "abc", "min_samples='abc' must be a whole number >= 0"),
     (LoadBalancedStrategy, "max_samples", [4, -1], "max_samples=-1 of rank 1 must be a whole number"),
@@ -190,7 +206,7 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
     (LoadBalancedStrategy, "sample_costs", 5, "sample_costs=5 must be a sequence of numbers > 0"),
     (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
     (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
-    (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be > 0 (seconds)"),
+    (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be a finite number > 0"),
     (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),
     (BoundedStalenessStrategy, "compression", 5, "compression=5 must be None, 'bf16' or 'fp16'"),
     (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description or a YAML file"),
@@ -206,10 +222,10 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
 
 @pytest.mark.parametrize(("cls", "name", "value", "words"), WRONG, ids=lambda v: getattr(v, "engine", str(v)))
 def test_a_wrong_value_is_refused_by_name_when_it_is_given(
-    cls: type[DDPStrategy], name: str, value: object, words: str
+    cls: type[Any], name: str, value: object, words: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        cls(**{name: value})  # type: ignore[arg-type]
+        cls(**{name: value})
 
 
 def test_a_policy_that_has_no_use_for_an_argument_names_it_and_those_that_have() -> None:
@@ -234,7 +250,7 @@ def test_names_for_type_checkers_are_those_that_are_known() -> None:
 
 
 @pytest.mark.stock_ddp("strategy")
-@pytest.mark.parametrize("cls", ENGINES)
+@pytest.mark.parametrize("cls", DDP_ENGINES)
 def test_every_name_of_stock_ddp_has_its_counterpart(cls: type[DDPStrategy]) -> None:
     names = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy]
     assert "ddp_notebook_find_unused_parameters_false" in names
@@ -242,3 +258,9 @@ def test_every_name_of_stock_ddp_has_its_counterpart(cls: type[DDPStrategy]) -> 
         ours = StrategyRegistry[name.replace("ddp", f"hetero_{cls.engine}", 1)]  # type: ignore[attr-defined]
         assert type(ours["strategy"](**ours["init_params"])) is cls
         assert ours["init_params"] == StrategyRegistry[name]["init_params"]
+
+
+def test_the_sharded_engine_has_one_name() -> None:
+    ours = {name: entry for name, entry in StrategyRegistry.items() if name.startswith("hetero_sharded")}
+    assert list(ours) == ["hetero_sharded"]
+    assert isinstance(ours["hetero_sharded"]["strategy"](), ShardedBalancedStrategy)

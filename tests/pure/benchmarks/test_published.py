@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner.published import CASES, LEVELS, Figure, box, levels
+from benchmarks.planner.published import BOX_ENGINES, CASES, LEVELS, Figure, box, levels
 from lightning_hetero.plan.planner import Plan, plan
 
 pytestmark = pytest.mark.pure
@@ -54,7 +54,7 @@ def test_omnilearns_levels_gain_what_their_cores_say(name: str) -> None:
 
 
 def test_a_box_of_three_generations_trains_what_its_smallest_card_does_not_hold() -> None:
-    small, large = plan(box(12, 768)), plan(box(24, 1024))
+    small, large = (plan(box(*size), BOX_ENGINES) for size in ((12, 768), (24, 1024)))
     assert small.gain > 1.5  # DDP waits for the 2080
     refused = {e.engine for e in large.estimates if not e.ok}
     assert large.chosen is not None and large.chosen.engine == "pipeline" and {"ddp", "balanced"} <= refused

@@ -50,8 +50,8 @@ def objective_of(
     prices = [3600.0 * price for price in prices_per_s or [1.0] * ranks]
     budget = {"money_per_hour" if per_hour else "money_per_sample": limit}
     spending = Spending(LyapunovController(v=v, budget=budget, prices=prices), ranks, samples, None)
-    [kept] = spending.queues.values()
-    kept.value, spending.reference_s = queue, reference_s
+    spending.queues.update(dict.fromkeys(budget, queue))
+    spending.reference_s = reference_s
     problem, moving = Problem(model, cluster, samples, sizes), MigrationModel()
     return Objective(problem, spending, present=present, migration=moving, horizon=horizon)
 

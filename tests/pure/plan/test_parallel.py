@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.plan.parallel import balanced, ddp
+from lightning_hetero.plan.parallel import balanced, ddp, sharded
+from lightning_hetero.plan.paste import snippet
+from lightning_hetero.plan.planner import plan
 from lightning_hetero.solvers import minimax
 from tests.pure.plan.kit import layered, lines, model
 
@@ -84,3 +87,42 @@ def test_fewer_samples_than_devices_is_no_batch_for_the_balanced_engine() -> Non
     found = balanced(lines(global_batch=3))
     assert not found.ok and "min_samples" in found.reasons[0]
     assert ddp(lines(global_batch=3)).shares == (1.0,) * 4  # as DistributedSampler pads
+
+
+SHARDED: dict[str, Any] = {"state_bytes": 400.0, "param_bytes": 100.0, "activation_bytes": 10.0}
+
+
+def test_a_shard_its_gathered_layers_and_the_samples_are_what_a_sharded_rank_holds() -> None:
+    """Four layers of 400 bytes on two devices: 800 each, and 400 for two layers at work; 40 per sample."""
+    setup = layered([{"mem": 1600}, {"mem": 2200, "speed": 0.5}], model=model(**SHARDED), global_batch=32)
+    found = sharded(setup)
+    assert not balanced(setup).ok and "divide the model (hetero_sharded" in balanced(setup).reasons[0]
+    assert found.shares == (10.0, 22.0) and found.memory_bytes == (1600.0, 2080.0)
+    assert found.arguments == {"global_batch_size": 32, "max_samples": [10, 25], "shard": "auto"}
+    assert "each keeps 1/2 of its state" in found.reasons[0] and "memory limits the share of rank 0" in found.reasons[2]
+    assert "ShardedBalancedStrategy(" in snippet(found) and "shard='auto'" in snippet(found)
+    small = sharded(layered([{"mem": 1239}, {"mem": 2000}], model=model(**SHARDED), global_batch=32))
+    assert not small.ok and "rank 0 (device:0) is too small: a shard, the gathered layers and one" in small.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("exchange_s", "shown_s"),
+    [(0.0, 0.0), (0.008, 0.002), (0.024, 0.006), (0.12, 3 * 0.06 - 0.016 - 0.032), (1.0, 1.5 - 0.048)],
+)
+def test_gathers_and_scatters_count_as_far_as_work_does_not_hide_them(exchange_s: float, shown_s: float) -> None:
+    """16 samples of 3 ms on each of two devices: 16 ms forward, 32 ms backward; at least a layer's ends are seen."""
+    setup = layered([{"mem": 2000, "count": 2}], model=model(**SHARDED), global_batch=32, exchange_s=exchange_s)
+    found = sharded(setup)
+    assert found.shares == (16.0, 16.0) and found.exchange_s == pytest.approx(shown_s, abs=1e-12)
+    assert found.step_s == pytest.approx(0.048 + shown_s) and found.bound_s <= found.step_s
+
+
+def test_it_is_in_question_only_where_a_device_does_not_hold_the_model() -> None:
+    devices, larger = [{"mem": 2300, "count": 2}], model(**{**SHARDED, "state_bytes": 600.0})
+    found = plan(layered(devices, model=larger, global_batch=32))
+    assert found.chosen is not None and found.chosen.engine == "sharded" and "stock DDP cannot train" in found.verdict
+    chosen = plan(layered(devices, model=larger, global_batch=32), ("ddp", "balanced")).chosen
+    assert chosen is None
+    roomy = plan(layered([{"mem": 4000, "count": 2}], model=model(**SHARDED), global_batch=32))
+    assert "sharded" not in {estimate.engine for estimate in roomy.estimates}
+    assert "sharded" not in {estimate.engine for estimate in plan(lines()).estimates}  # nothing is known of its size

@@ -258,13 +258,6 @@ def test_a_load_counts_for_one_record() -> None:
     assert silent.past_loads[:2] == [0.0, 0.0] and silent.past_loads[2] > 0.0
 
 
-def test_a_state_with_a_value_of_another_kind_is_refused() -> None:
-    state = fed(Narx(), announced(Random(0), 50)).state_dict()
-    for name, value in (("weights", 1.0), ("weights", [math.nan] * 12), ("factor", [1.0]), ("spread", ["1"])):
-        with pytest.raises(ValueError, match=f"{name}"):
-            Narx().load_state_dict({**state, name: value})
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [

@@ -147,9 +147,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name(kind: str) -> None:
         predictor.load_state_dict({k: v for k, v in good.items() if k != "updates"})
     with pytest.raises(ValueError, match=r"unknown keys \['speed'\]"):
         predictor.load_state_dict({**good, "speed": 1.0})
-    for value in ("many", None, math.nan, [1.0]):
-        with pytest.raises(ValueError, match="updates="):
-            predictor.load_state_dict({**good, "updates": value})
     assert predictor.state_dict() == good
 
 

@@ -220,13 +220,6 @@ def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
             read_events(path)
 
 
-def test_bad_arguments_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rank=2"):
-        EventWriter(tmp_path / "t.jsonl", rank=2, world_size=2)
-    with pytest.raises(ValueError, match="flush_every=0"):
-        EventWriter(tmp_path / "t.jsonl", flush_every=0)
-
-
 @given(st.integers(1, 4), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_replay_yields_whole_steps_in_order(world: int, count: int, shuffler: random.Random) -> None:
     both = [(r, i) for i in range(count) for r in range(world)]

@@ -47,6 +47,9 @@ def test_the_monitor_says_the_same_as_the_report(runs: dict[str, RecordedRun]) -
     for engine in ("balanced", "stale"):
         assert f"{1e3 * found.engines[engine]:.1f} ms" in second and f"hetero_{engine}" in second
     assert "without rank 3" in second
+    of_shards = last_lines(ledger, sharded=True)  # under ModelParallelStrategy: no other engine of ours trains it
+    ours = second.replace("balanced", "sharded").partition("', ")[0]
+    assert of_shards == f"{first}\n{ours}'."
 
 
 def test_the_last_full_batch_is_full(runs: dict[str, RecordedRun]) -> None:

@@ -169,8 +169,6 @@ def test_resume() -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda: Coordinator(Asp(), workers=[0]).claim(0, 0, 0.0), "begin"),
-        (lambda: started().claim(0, 1, 0.0), "claims batch 1"),
         (lambda: started().begin(-1, (4,), now=0.0), "epoch -1"),
         (lambda: started().begin(1, (), now=0.0), "epoch 1 with 0 batches"),
         (lambda: started().begin(1, (4, 4), now=0.0), "strictly"),

@@ -80,14 +80,6 @@ def test_reports_are_means_per_update_since_the_last() -> None:
     assert [r.wait_s for r in later.records] == [0.0, 0.0]
 
 
-def test_a_server_that_was_started_again_counts_from_zero() -> None:
-    since = Since()
-    since.report(measured(), 2)
-    again = since.report(measured(updates=5, samples=Counter({0: 20, 1: 10})), 2)
-    assert again is not None
-    assert [r.samples for r in again.records] == [4, 2]
-
-
 def test_summary() -> None:
     line = summary(measured(), 2)
     assert line is not None

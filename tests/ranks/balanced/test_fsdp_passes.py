@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reduction
 from tests.ranks.harness import run_ranks
@@ -196,6 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "reduced in each backward pass": ({}, lambda net: net.set_requires_gradient_sync(False)),
     "set_reshard_after_backward(False)": ({}, lambda net: net.set_reshard_after_backward(False)),
     "a hook of set_all_reduce_hook": ({}, lambda net: net.blocks[0].set_all_reduce_hook(print)),
+    "tensor-parallel ranks": ({"tensor": True}, lambda net: net),
     "with a number for reshard_after_forward": ({"reshard_after_forward": 2}, lambda net: net),
     "": ({}, lambda net: net),
 }
@@ -205,7 +208,13 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
     told: dict[str, str] = {}
     mesh = init_device_mesh("cpu", (world,))
     for reason, (options, change) in REFUSED.items():
-        net = sharded(Net(), mesh, **options)
+        meshes = None
+        net: Any = Net()
+        if options.pop("tensor", False):
+            meshes = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+            plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            parallelize_module(net.blocks[0], meshes["tensor"], plan)
+        sharded(net, meshes["data"] if meshes else mesh, **options)
         before = net._get_fsdp_state()._fsdp_param_group._all_gather_comm
         change(net)
         passes = FSDPPasses(net)
@@ -213,6 +222,19 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
         passes.close()
         assert net._get_fsdp_state()._fsdp_param_group._all_gather_comm is before
     return told
+
+
+def reduced_job(rank: int, world: int) -> bool:
+    net = sharded(Net(), init_device_mesh("cpu", (world,)))
+    loss = loss_of(net, torch.randn(2, WIDTH))
+    place = "torch.distributed.fsdp._fully_shard._fsdp_collectives._to_dtype_if_needed"
+    with mock.patch(place, side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError) as error:
+        loss.backward()
+    return in_reduction(error.value)
+
+
+def test_it_is_seen_where_reduced_gradients_may_be_lost() -> None:
+    assert all(run_ranks(2, reduced_job)), VERSIONS
 
 
 def test_what_passes_cannot_be_finished_with_is_said() -> None:

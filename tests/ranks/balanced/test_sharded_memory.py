@@ -11,6 +11,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero import ShardedBalancedStrategy
@@ -40,6 +41,16 @@ class Replicated(Sharded):
         super().shard(init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicas", "shards")))
 
 
+class Parallel(Sharded):
+    """Two ranks compute each layer together."""
+
+    def shard(self, mesh: Any) -> None:
+        assert self.device_mesh is not None
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        super().shard(mesh)
+
+
 class ShardedTokens(Sharded, Tokens):
     pass
 
@@ -49,6 +60,12 @@ class Poisoned(Sharded, PoisonedDummy):
 
 
 class Checkpointed(Sharded):
+    """Its activations are computed again; its layers have no root in common."""
+
+    def shard(self, mesh: Any) -> None:
+        for layer in (self.net[0], self.net[2]):
+            fully_shard(layer, mesh=mesh)
+
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         return nn.functional.mse_loss(checkpoint(self.net, x, use_reentrant=False), y)
@@ -123,7 +140,7 @@ CASES: dict[str, tuple[int, Any, str, Limits, dict[str, Any], dict[str, Any]]] =
     "backward, accumulation, clipping": (2, Sharded, "backward", {1: 4}, {}, THREE),
     "forward, all ranks, dict": (2, Twice, "forward", {0: 3, 1: 4}, {}, {}),
     "backward, all ranks, dict": (2, Twice, "backward", {0: 3, 1: 4}, {}, {}),
-    "forward, checkpointed": (2, Checkpointed, "forward", {1: 4}, {}, {}),
+    "forward, checkpointed, two roots": (2, Checkpointed, "forward", {1: 4}, {}, {}),
     "backward, tokens": (2, ShardedTokens, "backward", {1: 4}, {"batch_weight": tokens_of}, {}),
     "forward, tokens": (2, ShardedTokens, "forward", {1: 4}, {"batch_weight": tokens_of}, {}),
     "forward, own backward": (2, OwnBackward, "forward", {1: 4}, {}, {}),
@@ -133,13 +150,18 @@ CASES: dict[str, tuple[int, Any, str, Limits, dict[str, Any], dict[str, Any]]] =
     "dummies that are NaN": (4, Poisoned, "forward", {}, {"min_samples": 0}, THREE),
     "dummies that are NaN, backward": (4, Poisoned, "backward", {1: 2}, {"min_samples": 0}, THREE),
     "planned": (2, Sharded, "forward", {0: 3, 1: 3}, {"max_samples": 3}, THREE),
+    "planned, tensor-parallel": (
+        4, Parallel, "forward", {}, {"max_samples": 3, "tensor_parallel_size": 2, "global_batch_size": BATCH}, THREE),
     "planned, tokens": (2, ShardedTokens, "forward", {0: 3, 1: 3}, {"max_samples": 3, "batch_weight": tokens_of}, {}),
     "planned, cut again": (2, Twice, "forward", {1: 2}, {"max_samples": 3}, {}),
     "planned, cut again, backward": (2, Twice, "backward", {1: 2}, {"max_samples": 3}, {}),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"forward, tokens", "forward, own backward", "dummies that are NaN", "planned, cut again"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in CASES])
 def test_weights_are_those_of_one_process(name: str) -> None:
     world, make, where, limits, args, trainer = CASES[name]
     outcomes = run_ranks(world, job, make, where, limits, args, trainer)
@@ -181,13 +203,6 @@ class TalksLater(Talks):
     first = False
 
 
-class Partly(Sharded):
-    """One layer of it is nobody's shard."""
-
-    def shard(self, mesh: Any) -> None:
-        fully_shard(self.net[2], mesh=mesh)
-
-
 class Kept(Sharded):
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -210,7 +225,6 @@ INCURABLE: Mapping[str, tuple[Any, str, int, str]] = {
     "talked before": (Talks, "forward", 4, "training_step had already communicated with the other ranks"),
     "talks behind": (TalksLater, "forward", 4, "training_step communicates with the other ranks"),
     "talks in pieces": (TalksLater, "backward", 4, "once per piece on this rank and once on the others"),
-    "partly": (Partly, "forward", 4, "a parameter outside of fully_shard"),
     "kept": (Kept, "forward", 4, "set_reshard_after_backward(False)"),
     "no way to cut": (Whole, "forward", 4, "it is not known which dimension is that of the samples"),
 }

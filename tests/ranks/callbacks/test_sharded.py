@@ -43,11 +43,17 @@ STEPS, BATCH = 32, 16
 class Kept(Logger):
     """Keeps all values."""
 
-    name = version = "kept"
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "kept"
+
+    @property
+    def version(self) -> str:
+        return "0"
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.rows.append({name: float(value) for name, value in metrics.items()})
@@ -56,13 +62,13 @@ class Kept(Logger):
 
 
 def watched(rank: int, world: int, tensor: int, folder: Path) -> tuple[Any, Any, list[dict[str, float]]]:
-    """Every callback of ours at once; nothing sleeps."""
+    """Every callback of ours at once; nothing sleeps, and the first part's ranks hold six samples at a time."""
     kept, parts = Kept(), world // tensor
     throttle = partial(Throttle, sleep=lambda seconds: None)
     callbacks = [
         StragglerMonitor(every_n_steps=1, prog_bar=False), HeteroTrace(str(folder)), BatchRebalancer(Scripted()),
         ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
-        ThrottleCallback(Scenario(speeds=[1.0] * world, sample_s=1e-3), throttle=throttle),
+        ThrottleCallback(Scenario(sample_s=1e-3, mem_samples=[6] * tensor), throttle=throttle),
     ]  # fmt: skip
     strategy = ShardedBalancedStrategy(tensor_parallel_size=tensor, shard="auto", exchange_every=1, monitor=False)
     options: dict[str, Any] = {"logger": kept, "log_every_n_steps": 1, "max_epochs": 1}
@@ -86,7 +92,10 @@ def test_every_callback_counts_parts(tmp_path: Path, world: int, tensor: int) ->
     for row in rates:  # batches are counted once per rank by Lightning
         of_all = row["train/samples_per_sec"] / row["train/batches_per_sec"]
         assert of_all == pytest.approx(BATCH / world, rel=1e-6)
-    run = run_of(read_events(tmp_path))
+    events = read_events(tmp_path)
+    learned = [event for event in events if event.kind == "memory"]
+    assert learned and {event.rank for event in learned} == {0}
+    run = run_of(events)
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [f"rank{part}.jsonl" for part in range(parts)]
     assert (run.engine, run.ranks, run.missing, len(run.steps)) == ("sharded", parts, (), STEPS)
     assert {round(step.samples) for step in run.steps} == {BATCH}
@@ -120,9 +129,9 @@ class Late:
 
 
 class Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         Clock.now_s += LAYER_S
-        return super().forward(x)
+        return super().forward(input)
 
 
 class Stacked(LightningModule):
@@ -133,8 +142,10 @@ class Stacked(LightningModule):
         self.net = nn.Sequential(Layer(6, 6), Layer(6, 6), Layer(6, 1)).double()
 
     def configure_model(self) -> None:
+        late: Any = Late()
         for module in (*self.net, self.net):
-            fully_shard(module, mesh=self.device_mesh["data_parallel"]).set_custom_all_gather(Late())
+            assert self.device_mesh is not None
+            fully_shard(module, mesh=self.device_mesh["data_parallel"]).set_custom_all_gather(late)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cluster.spec import cluster_from_plain
+from lightning_hetero.plan.parallel import sharded
 from lightning_hetero.plan.paste import snippet
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.plan.setup import Setup
@@ -38,11 +39,12 @@ def programs() -> dict[str, str]:
     profile = profile_module(load_module(MODULE), load_data(DATA), accelerator="cpu")
     devices = [{"name": "fast"}, {"name": "slow", "speed": 0.5}]
     cluster = cluster_from_plain({"devices": devices, "link": {"bandwidth": "1 GB/s"}})
-    found = plan(Setup(cluster=cluster, model=profile.model, global_batch=32, spans=profile.spans))
-    return {one.strategy: snippet(one, {"accelerator": "cpu"}) for one in found.estimates}
+    setup = Setup(cluster=cluster, model=profile.model, global_batch=32, spans=profile.spans)
+    found = [*plan(setup).estimates, sharded(setup)]  # which is in no plan where every device holds the model
+    return {one.strategy: snippet(one, {"accelerator": "cpu"}) for one in found}
 
 
-@pytest.mark.parametrize("name", ["ddp", "hetero_balanced", "hetero_stale", "hetero_pipeline"])
+@pytest.mark.parametrize("name", ["ddp", "hetero_balanced", "hetero_sharded", "hetero_stale", "hetero_pipeline"])
 def test_the_printed_python_trains_the_module_that_was_asked_about(name: str, programs: dict[str, str]) -> None:
     steps, strategies = zip(*run_ranks(2, fit, programs[name]), strict=True)
     assert set(steps) == {1} and strategies[0] in ("DDPStrategy", *programs[name].split())

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.emulate import Scenario
+from lightning_hetero.emulate import throttle as throttle_module
 from lightning_hetero.emulate.throttle import Throttle
 from tests.ranks.emulate.kit import EMULATED, Time
 
@@ -130,11 +131,12 @@ def test_a_further_batch_of_a_step_ends_the_one_before() -> None:
     assert throttle.pacer.wanted_s == pytest.approx(1.6)
 
 
-def test_faults_hit_their_rank_and_step_only() -> None:
+def test_faults_hit_their_rank_and_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
+    monkeypatch.setattr(throttle_module.os, "kill", lambda pid, signal: killed.append("now"))
     scenario = EMULATED.kill(1, 3).stall(1, 4, seconds=9.0).raise_at(1, 5).kill(0, 6)
     time = Time()
-    throttle = time.throttle(scenario, 1, kill=lambda: killed.append("now"))
+    throttle = time.throttle(scenario, 1)
     for step in (0, 1, 2):
         throttle.begin(step, samples=0)
     assert (killed, time.sleeps) == ([], [])

@@ -72,7 +72,8 @@ def until(name):
 
 def watched(*codes: str, tolerates: Any) -> ScriptLauncher:
     """A launcher whose children run these lines of Python; `wait` there waits for long, `until` for a file."""
-    own = ScriptLauncher(SimpleNamespace(), len(codes) + 1, 1, tolerates=tolerates)  # type: ignore[arg-type]
+    environment: Any = SimpleNamespace()
+    own = ScriptLauncher(environment, len(codes) + 1, 1, check=lambda *_: None, tolerates=tolerates)
     own.procs = [subprocess.Popen([sys.executable, "-S", "-c", CHILD + code]) for code in codes]
     return own
 
@@ -183,7 +184,7 @@ def test_the_watch_ends_when_somebody_else_takes_the_children_over(own_death: No
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_watch_ends_with_what_was_launched(fails: bool, own_death: None, monkeypatch: pytest.MonkeyPatch) -> None:
     own = watched(WAIT, tolerates=lambda: True)
-    external = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)
+    external = SimpleNamespace(creates_processes_externally=True)
     own.cluster_environment = external  # type: ignore[assignment]
     monkeypatch.setattr(launcher, "_set_num_threads_if_needed", lambda **_: None)
     before = threading.enumerate()

@@ -192,6 +192,22 @@ def loss_of_the_root() -> Case:
 
 
 @case
+def pieces() -> Case:
+    """Backward passes of the step's own, whose ends nobody stamps; one more has the gradients."""
+    module = chain()
+
+    def run(probe: StepProbe) -> None:
+        for _ in range(2):
+            module(X).sum().backward()
+            with probe.paused():  # for the other ranks' word
+                Clock.now_s += 7.0
+            Clock.now_s += 0.125
+        backward(probe, torch.zeros(1, requires_grad=True).sum())
+
+    return steps(module, run), 2 * CHAIN_S + 2 * 0.125
+
+
+@case
 def parameters_of_the_root() -> Case:
     class Root(nn.Module):
         def __init__(self) -> None:

@@ -210,7 +210,8 @@ def test_pauses_nest(probe: StepProbe, clock: FakeClock) -> None:
         clock.pass_s(10.0)
     clock.pass_s(10.0)
     probe.close()
-    assert probe.take() == pytest.approx(3.0)
+    probe.exchanged()
+    assert probe.take_both() == pytest.approx((3.0, 50.0))
 
 
 def test_two_backward_passes(probe: StepProbe, clock: FakeClock) -> None:

@@ -252,11 +252,10 @@ def test_what_happens_around_a_step_is_the_same() -> None:
 # ---- capacities and refusals -------------------------------------------------------------------------------------
 
 
-class Placed(nn.Parameter):
-    placements = ()  # as a DTensor's
-
-
 def capacities_job(rank: int, world: int) -> dict[str, str]:
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh  # takes long to import
+
+    placed = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (world,)), [Replicate()])
     model = Model()
     made = partial(UnevenZeroOptimizer, list(model.parameters()), AdamW)
     calls: dict[str, Callable[[], Any]] = {
@@ -266,7 +265,7 @@ def capacities_job(rank: int, world: int) -> dict[str, str]:
         "unequal": lambda: made(capacities=[1.0, 1.0 + rank]),
         "LBFGS": lambda: UnevenZeroOptimizer(model.parameters(), torch.optim.LBFGS),
         "Muon": lambda: UnevenZeroOptimizer(model.parameters(), torch.optim.Muon),
-        "DTensor": lambda: UnevenZeroOptimizer([Placed(torch.ones(4))], AdamW),
+        "DTensor": lambda: UnevenZeroOptimizer([nn.Parameter(placed)], AdamW),
         "not collected": lambda: made().state_dict(),
     }
     said = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -11,5 +12,5 @@ from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 
 @pytest.fixture
 def carrier() -> Iterator[Carrier]:
-    with Carrier() as carrier:
+    with closing(Carrier()) as carrier:
         yield carrier

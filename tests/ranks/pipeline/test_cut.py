@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_graph_is_retained_only_where_it_is_walked_again(make: type[Net], expe
     """A compiled graph that gives its buffers away refuses ``retain_graph``."""
     net = make()
     calls: list[BackboneCall] = []
-    with Carrier() as carrier, net.cut():
+    with closing(Carrier()) as carrier, net.cut():
         step = ResumableStep(lambda: net.training_step(batches(net)[0]), carrier=carrier, seed=0)
         outcome = step.start()
         stage = Stage(net)

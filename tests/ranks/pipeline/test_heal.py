@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.emulate.links import SlowClock
-from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.fit import place
 from lightning_hetero.pipeline.fit.wires import Emulation
+from lightning_hetero.pipeline.runtime.execute.pace import SlowClock
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, rank_trainer
@@ -132,7 +131,7 @@ class Jammed:
 
 class OverJammed(Emulation):
     def clock(self, peer: int) -> Any:
-        return SlowClock(LinkClock(), cast(Link, Jammed()), lambda: None)
+        return SlowClock(cast(Link, Jammed()), lambda: None)
 
 
 def jammed(rank: int, world: int) -> tuple[list[Any], list[Any]]:

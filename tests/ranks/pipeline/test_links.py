@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.runtime.execute.messages import Message, Pass, pack, unpack
+from lightning_hetero.pipeline.runtime.execute.pace import SlowClock
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Stage
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
@@ -105,7 +105,7 @@ def exchange(rank: int, world_size: int) -> None:
     link = Link(bandwidth_bytes_per_s=1e6, latency_s=0.01)
 
     def clock(peer: int) -> Any:
-        return SlowClock(LinkClock(), link, lambda: None) if rank == 1 else LinkClock()
+        return SlowClock(link, lambda: None) if rank == 1 else LinkClock()
 
     links = StageLinks(dist.group.WORLD, rank, [1 - rank], clock=clock, **options)
     message = Message(what=What.ACTIVATION, value=torch.zeros(20_000, dtype=torch.uint8))

@@ -48,14 +48,14 @@ def test_owners_are_one_rank_per_group_and_names_are_those_of_the_state_dict() -
 
 def test_tied_weights_must_stay_on_one_rank() -> None:
     model = Model()
-    assert tied(model, model.layers) == (), "head and embedding are both outside"
+    assert tied(model, model.layers) == [], "head and embedding are both outside"
     model.net[3].linear.weight = model.net[0].linear.weight
     model.net[1].weight = model.embed.weight
-    first, second = sorted(tied(model, model.layers), key=lambda tie: len(tie.layers))
-    assert (first.layers, first.outside, set(first.names)) == (
+    first, second = sorted(tied(model, model.layers), key=lambda entry: len(entry.layers))
+    assert (first.layers, None in first.units, set(first.names)) == (
         (1,), True, {"embed.weight", "head.weight", "net.1.weight"},
     )  # fmt: skip
-    assert (second.layers, second.outside) == ((0, 3), False)
+    assert (second.layers, None in second.units) == ((0, 3), False)
     together = plan(((1, 0), (0, 4, 5)))
     o = Ownership(model, model.layers, together, rank=0)
     assert o.layer_of["net.1.weight"] is None and o.is_shared("net.1.weight") and not o.is_shared("head.bias")

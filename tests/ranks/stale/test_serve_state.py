@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_state_comes_with_its_parameters_while_others_train(substeps: bool) 
     def body(trainee: Trainee) -> None:
         worker, link = trainee.worker, script.links[0]
         trainee.epoch(0, ENDS)
-        session: Any = Session(*[None] * 3)  # type: ignore[arg-type]
+        session: Any = Session(None, SimpleNamespace(members=None, timeout=None), None)  # type: ignore[arg-type]
         session.worker = worker
         worker.weights._substeps_used = substeps
         read, looks = link.read_state, iter(range(10))
@@ -161,18 +162,6 @@ def test_a_damaged_state_is_refused() -> None:
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------
-
-
-class _Nowhere:
-    def publish(self, version: int, parameters: Tensor) -> None:
-        pass
-
-
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_that_cannot_run_in_the_server_are_refused(cls: Any) -> None:
-    setting = Setting(mlp(), lambda m: [cls(m.parameters())], Bsp(), 1)
-    with pytest.raises(ValueError, match=f"{cls.__name__}.*parameter server.*ddp"):
-        setting.serve_on(_Nowhere())  # type: ignore[arg-type]
 
 
 def test_a_new_parameter_group_is_refused_at_the_worker() -> None:

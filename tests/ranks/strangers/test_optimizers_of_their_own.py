@@ -213,7 +213,13 @@ class WatchesByHand(Watches):
         self.lr_schedulers().step(loss)  # type: ignore[union-attr, call-arg]
 
 
+class Sparse(Optimized):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters())
+
+
 REFUSED: dict[type[Optimized], str] = {
+    Sparse: "SparseAdam needs sparse gradients",
     ByClosure: "Sharp.step() needs a closure",
     ByClosureTwice: "Twice.step(closure) computes the loss 2 times per step",
     BySteps: "Plain.first_step() inside a batch",

@@ -23,8 +23,9 @@ from lightning_hetero.transport import listener as listeners
 from lightning_hetero.transport import peer as peers
 from lightning_hetero.transport import sockets
 from lightning_hetero.transport.base import Alive, Arrived, Ask, Gone, Joined, Reply, Request, Say, ServerLostError
-from lightning_hetero.transport.link import Pulse, WorkerLink, connect
+from lightning_hetero.transport.link import WorkerLink, connect
 from lightning_hetero.transport.listener import Listener
+from lightning_hetero.transport.pulse import Pulse
 from tests.ranks.transport.kit import DONE, KINDS, PATIENCE_S, STOP, Crew, Place, make_listener, open_place, spawn
 
 SIZES: dict[str, Any] = {"slot_bytes": 4096, "parameter_bytes": 4096}

@@ -25,8 +25,9 @@ from lightning_hetero.transport.base import (
     ServerLostError,
     TornSlotError,
 )
-from lightning_hetero.transport.link import Pulse, WorkerLink
+from lightning_hetero.transport.link import WorkerLink
 from lightning_hetero.transport.progress import STEPS, WAITS
+from lightning_hetero.transport.pulse import Pulse
 from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, PATIENCE_S, STOP, Place, open_place
 
 REQUEST = Request(

@@ -66,7 +66,10 @@ class Evaluation:
 
         for i, (number, body) in enumerate(bodies):
             results.append(None)
-            went(i, number, *self._started(number, body, carrier, seed))
+            run = ResumableStep(body, carrier=carrier, seed=stream_seed(seed, self._step, number))
+            with self._within(number):
+                outcome = run.start()
+            went(i, number, run, outcome)
         while waiting:
             i, number, run, call = waiting.popleft()
             due = self._message(len(self._local.ranks), number, self._samples)
@@ -85,13 +88,6 @@ class Evaluation:
             self._forward(local.position, message.value, message.requires_grad, message.way, message.samples)
         if self._behind != 0:
             local.send(self._behind, message)
-
-    def _started(
-        self, number: int, body: Callable[[], Any], carrier: Carrier, seed: int
-    ) -> tuple[ResumableStep, Suspended | Done]:
-        run = ResumableStep(body, carrier=carrier, seed=stream_seed(seed, self._step, number))
-        with self._within(number):
-            return run, run.start()
 
     def _call(self, call: BackboneCall, number: int) -> None:
         if call.grad_enabled:

@@ -127,7 +127,7 @@ class Execution:
     def _receive(self, op: Operation) -> None:
         assert op.what is not None and op.peer is not None
         message = None
-        if op.what is What.ACTIVATION or self._wants_gradient(op.stage, op.micro_batch):
+        if op.what is What.ACTIVATION or any(self._flights[op.stage, op.micro_batch].output_flags):
             message = self._local.receive(op.peer, self._message(op.what, op.stage, op.micro_batch))
         self._inbox[op.what, op.stage, op.micro_batch] = message
 
@@ -136,9 +136,6 @@ class Execution:
             what=what, stage=stage, micro_batch=m, micro_batches=len(self._samples), step=self._step,
             samples=self._samples[m], **fields,
         )  # fmt: skip
-
-    def _wants_gradient(self, stage: int, m: int) -> bool:
-        return any(self._flights[stage, m].output_flags)
 
     def _hand_over(self, what: What, stage: int, to_stage: int, m: int, message: Message | None) -> None:
         if self._devices[stage] == self._devices[to_stage]:

@@ -1,4 +1,4 @@
-"""How long a rank's own computations take, and how an emulated device makes them take longer (layer T).
+"""How long a rank's own computations take, and how emulated devices and links make a run take longer (layer T).
 
     forward of a stage of rank r:   sleep until  work_s(r, step, samples) x (the forward part of its layers)  has passed
 
@@ -17,7 +17,11 @@ import torch
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.measure.device import Stamp, device_of
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import Kind
+from lightning_hetero.types import Link
+
+_CHECK_S = 1.0  # how often a sleep looks for failures elsewhere
 
 
 class BusyTime:
@@ -135,3 +139,30 @@ class EmulatedPace(BusyTime):
         began_s = self._clock()
         self.pacer.pace(wanted_s, took_s)
         self._slept_s += self._clock() - began_s
+
+
+class SlowClock(LinkClock):
+    """The clock of an emulated link: whoever says that a message has come waits until it would have come over the link.
+
+    Ranks share a clock, so they must be on one machine.
+
+    Args:
+        link: carries one message after the other.
+        check: called while waiting, about once a second; raises if a rank has failed.
+    """
+
+    def __init__(self, link: Link, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._link, self._check = link, check
+        self._free_s = 0.0  # when the link is
+
+    def came(self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True) -> None:
+        """Takes note of a message when it has arrived over the link."""
+        self._free_s = max(sent_s, self._free_s) + size_bytes / self._link.bandwidth_bytes_per_s
+        there_s = self._free_s + self._link.latency_s
+        while (early_s := there_s - time.monotonic()) > 0.0:
+            time.sleep(min(early_s, _CHECK_S))
+            if early_s > _CHECK_S:
+                self._check()
+        arrived_s = max(arrived_s, there_s) if waited else there_s
+        super().came(sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, size_bytes=size_bytes)

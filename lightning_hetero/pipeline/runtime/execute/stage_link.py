@@ -67,7 +67,7 @@ class _Rooms:
         self.next = deque([_HEAD_BYTES] * _AHEAD, maxlen=_AHEAD)
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
 
-    def went(self, payload_bytes: int) -> None:
+    def add(self, payload_bytes: int) -> None:
         """Takes note of a message: of what size the block for the one is that comes `_AHEAD` behind it."""
         self._sizes.append(_HEAD_BYTES + payload_bytes)
         self.next.append(max([size for size in self._sizes if size <= _ROOM_BYTES], default=_HEAD_BYTES))
@@ -124,7 +124,7 @@ class StageLink:
         self._failures, self._timeout_s = failures, timeout_s
         self._wire, self._there = wire, dist.get_group_rank(wire, peer)
         self._broken: str | Exception | None = None  # why nothing can be sent or received any more
-        self._went, self._came = _Rooms(), _Rooms()
+        self._rooms = _Rooms(), _Rooms()  # of what goes, and of what comes
         self._blocks: deque[tuple[Tensor, Any]] = deque()  # posted, and the works that fill them
         self._kinds: tuple[set[Any], set[Any]] = set(), set()  # of messages: in this step or before; that go directly
         self._streams = [device.side_stream() for _ in range(2)]
@@ -190,10 +190,10 @@ class StageLink:
         payload_bytes = block.numel() - _HEAD_BYTES
         head, sizes = block.numpy().data, (len(header), payload_bytes or direct_bytes)
         _FRONT.pack_into(head, 0, time.monotonic(), self.clock.least_s, *sizes, direct_bytes > 0)
-        parts = [block]
-        if block.numel() > self._went.next.popleft():
+        parts, rooms = [block], self._rooms[0]
+        if block.numel() > rooms.next.popleft():
             parts = [block[:_HEAD_BYTES], block[_HEAD_BYTES:]]
-        self._went.went(payload_bytes)
+        rooms.add(payload_bytes)
         if len(header) <= _INLINE_BYTES:
             head[_BEFORE_HEADER : _BEFORE_HEADER + len(header)] = header
         else:
@@ -268,7 +268,7 @@ class StageLink:
         while (come := self._next()) is not None:
             self._arrived.put(come)
             del come  # its memory must not live until the next one comes
-            self._post_block(self._came.next[-1])
+            self._post_block(self._rooms[1].next[-1])
         while self._blocks:
             self._blocks.popleft()[1].wait(FOREVER)
         self._arrived.put(_CLOSED)
@@ -295,7 +295,7 @@ class StageLink:
             header = bytes(head[_BEFORE_HEADER : _BEFORE_HEADER + header_bytes])
         else:
             header = self._rest(header_bytes).numpy().tobytes()
-        self._came.went(stored_bytes)
+        self._rooms[1].add(stored_bytes)
         waited, arrived = not direct and arrived_s - began_s >= _ARRIVED_S, None
         if direct:
             assert self._way is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -99,8 +100,7 @@ class StageRunner:
         self._group, self._cut, self._calls = group, cut, calls
         self._position = position = group.ranks.index(settings.rank)
         self._failures = settings.failures
-        self._times, self._policy = times, policy
-        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self.follow(times, policy)
         self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[position : position + 2]
         timed = settings.time_layers and (cut is not None or position > 0)
@@ -119,18 +119,18 @@ class StageRunner:
 
     def schedule(self, samples: Sequence[int]) -> Schedule:
         """Returns what the ranks of the group execute for micro-batches of so many samples."""
-        samples = tuple(samples)
-        if samples not in self._schedules:
-            while len(self._schedules) >= _SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
-            times = self._times(samples, self._calls)
-            self._schedules[samples] = generate(times, self._policy(times))
-        return self._schedules[samples]
+        return self._schedule(tuple(samples))
 
     def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy]) -> None:
         """Makes schedules from other times from now on; between two steps, on all ranks of the group."""
-        self._times, self._policy = times, policy
-        self._schedules.clear()
+        calls = self._calls
+
+        @lru_cache(maxsize=_SCHEDULES)
+        def schedule(samples: tuple[int, ...]) -> Schedule:
+            found = times(samples, calls)
+            return generate(found, policy(found))
+
+        self._schedule = schedule
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -279,11 +279,7 @@ class StageRunner:
         """Keeps the caller's random streams; a failure is sent to all ranks, and ends this stage runner."""
         if self._closed or self._failed:
             raise RuntimeError(f"this stage runner {'is closed' if self._closed else 'has failed'}: make a new one")
-        if leader != (self._position == 0):
-            raise RuntimeError(
-                f"rank {self._group.ranks[self._position]} is stage {self._position} of its group: the leader trains"
-                " and evaluates, the others serve"
-            )
+        assert leader == (self._position == 0), self._position
         try:
             with streams_kept():
                 yield

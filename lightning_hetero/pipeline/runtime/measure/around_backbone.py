@@ -8,7 +8,7 @@ The step itself runs, unchanged, as it will run in the pipeline. What it compute
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -170,7 +170,7 @@ def count_calls(
 ) -> int:
     """Runs a training step forward; returns how often it calls the backbone."""
     calls = 0
-    with Carrier() as carrier, cut, torch.enable_grad():
+    with closing(Carrier()) as carrier, cut, torch.enable_grad():
         step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, 0))
         outcome = step.start()
         while isinstance(outcome, Suspended):
@@ -205,7 +205,7 @@ class _Bench:
     def runs(self, samples: int, body: Callable[[], Any], count: int) -> list[_Seen]:
         """Returns so many runs, after one that does not count."""
         try:
-            with Carrier() as carrier, torch.enable_grad():
+            with closing(Carrier()) as carrier, torch.enable_grad():
                 self.timer.warm_up(lambda: self._run(samples, body, carrier))
                 return [self._run(samples, body, carrier) for _ in range(1 + count)][1:]
         finally:

@@ -28,29 +28,10 @@ Unit = int | None
 _OUTSIDE: frozenset[Unit] = frozenset({None})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tie:
-    """One parameter with several users, which must be on one rank in each group.
-
-    Attributes:
-        names: all its names in the module.
-        layers: indices of the layers that use it, increasing.
-        outside: whether something outside the layers uses it, too: then the layers must be on the leader.
-    """
-
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
-    outside: bool
-
-    def __str__(self) -> str:
-        users = [f"layer {i}" for i in self.layers] + ["the code outside the layers"] * self.outside
-        return f"{' = '.join(map(repr, self.names))}, used by {' and '.join(users)}"
-
-
-def tied(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
+def tied(module: nn.Module, layers: Sequence[nn.Module]) -> list[UsedTensor]:
     """Returns the parameters that layers share with one another or with the rest of the module.
 
-    A planner keeps the layers from the first to the last of a `Tie` on one device, and on the leader's if it is tied
+    A planner keeps the layers from the first to the last of each on one device, and on the leader's if it is used
     outside. The same module under a second name (``self.first = self.backbone[0]``) is no second user.
 
     Args:
@@ -60,11 +41,7 @@ def tied(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
     Raises:
         ValueError: a lazy module has not been run yet.
     """
-    return tuple(
-        Tie(names=entry.names, layers=_layers_of(entry), outside=None in entry.units)
-        for entry in _entries(module, layers)
-        if entry.is_parameter and len(entry.units) > 1
-    )
+    return [entry for entry in _entries(module, layers) if entry.is_parameter and len(entry.units) > 1]
 
 
 class Ownership:
@@ -99,7 +76,7 @@ class Ownership:
         self.rank = rank
         self.groups = tuple(group.ranks for group in plan.groups)
         self._layer_of_module = _layers_of_modules(module, layers)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, UsedTensor] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
         units: tuple[Unit, ...] = (None, *range(len(layers)))
         self._units = {unit: tuple(_owner(group, unit) for group in plan.groups) for unit in units}
@@ -164,8 +141,14 @@ class Ownership:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """One tensor: its names, and the units whose modules hold it."""
+class UsedTensor:
+    """One tensor.
+
+    Attributes:
+        names: all its names in the module.
+        is_parameter, shape, dtype, trained: what it is.
+        units: whose modules use it.
+    """
 
     names: tuple[str, ...]
     is_parameter: bool
@@ -175,12 +158,13 @@ class _Entry:
     units: frozenset[Unit] = frozenset()
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that use it, increasing."""
+        return tuple(sorted(u for u in self.units if u is not None))
+
+    @property
     def unit(self) -> Unit:
-        return None if None in self.units else min(_layers_of(self))
-
-
-def _layers_of(entry: _Entry) -> tuple[int, ...]:
-    return tuple(sorted(u for u in entry.units if u is not None))
+        return None if None in self.units else min(self.layers)
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:
@@ -206,10 +190,10 @@ def _layers_of_modules(module: nn.Module, layers: Sequence[nn.Module]) -> dict[s
     }
 
 
-def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[_Entry]:
+def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[UsedTensor]:
     """Returns the parameters and then the buffers, each tensor once, in the module's order."""
     units = _users(layers)
-    entries: dict[tuple[int, bool], _Entry] = {}
+    entries: dict[tuple[int, bool], UsedTensor] = {}
     for is_parameter in (True, False):
         for path, part in module.named_modules(remove_duplicate=False):
             users = units.get(id(part), _OUTSIDE)
@@ -222,7 +206,7 @@ def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[_Entry]:
                     )
                 key = id(tensor), is_parameter
                 if key not in entries:
-                    entries[key] = _Entry((), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                    entries[key] = UsedTensor((), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
                 entries[key].names += (name,)
                 entries[key].units |= users
     return list(entries.values())
@@ -232,10 +216,11 @@ def _owner(group: GroupPlan, unit: Unit) -> int:
     return group.ranks[0 if unit is None else bisect_right(group.cuts, unit) - 1]
 
 
-def _separated(entry: _Entry, group: int, ranks: list[int]) -> str:
-    tie = Tie(names=entry.names, layers=_layers_of(entry), outside=None in entry.units)
+def _separated(entry: UsedTensor, group: int, ranks: list[int]) -> str:
+    users = [f"layer {i}" for i in entry.layers] + ["the code outside the layers"] * (None in entry.units)
     return (
-        f"tied weights: one parameter is {tie}, but group {group} of the plan divides them among the ranks {ranks},"
-        " and its gradient would be summed on none of them. Give the planner what `tied` returns so that it keeps them"
-        " together, name a backbone that leaves these layers out, or untie them"
+        f"tied weights: one parameter is {' = '.join(map(repr, entry.names))}, used by {' and '.join(users)}, but group"
+        f" {group} of the plan divides them among the ranks {ranks}, and its gradient would be summed on none of them."
+        " Give the planner what `tied` returns so that it keeps them together, name a backbone that leaves these layers"
+        " out, or untie them"
     )

@@ -55,7 +55,7 @@ def current_step() -> ResumableStep | None:
 
 
 class Carrier:
-    """The steps that are open, which their owner closes with it; usable as a context manager.
+    """The steps that are open, which their owner closes with it.
 
     Not left to the garbage collector: it does not see into the stack of a suspended step, which holds its carrier.
 
@@ -75,12 +75,6 @@ class Carrier:
         with ExitStack() as stack:
             for step in self.open.values():
                 stack.callback(step.close)
-
-    def __enter__(self) -> Carrier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class ResumableStep:

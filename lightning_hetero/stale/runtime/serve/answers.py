@@ -2,64 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Assigned, Passed
 from lightning_hetero.stale.decide.report import Counts, Measures
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import measures_text
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
+from lightning_hetero.stale.runtime.serve.update import Updater
 from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 from lightning_hetero.transport.listener import Listener
-from lightning_hetero.transport.membership import Membership
+from lightning_hetero.transport.membership import Limits, Membership
+from lightning_hetero.transport.progress import Stamp
+
+_WITHOUT = "the others go on without, on {} devices, with the same global batch: its samples go to them"
 
 
 class Answers:
-    """Knows which worker waits for what, and fills in what every answer says.
+    """Knows which worker waits for what, and fills in what every answer says; and what a server is made of.
 
     Args:
-        listener: the transport's end.
-        area: uint8 flat parameters and buffers, what is published.
-        batch: its contributions may lie in a worker's slot until that is answered.
-        coordinator: knows global step and version.
-        members: have notices for workers.
-        epochs: know the epoch's number, and what each global step did.
-        counts: what is reported of them, and where held workers are counted.
+        layout: of parameters, buffers and slots.
+        area: uint8 flat parameters and buffers, the server's own memory; the parameters are views of it.
+        parameters: in the layout's order.
+        optimizers: the user's.
+        listener: the transport's end; version 0 is published at once.
+        coordinator: decides.
+        divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
+        nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
+        shards: threads for pools and optimizers; None: by size.
+        limits: how long workers wait for one that does not come; None: without limit.
+        stamp: called whenever another work begins, see `transport.progress`.
 
     Attributes:
+        counts: what was counted.
         failure: why the run cannot go on; None: it can.
         claims: workers that wait for work, with the claim and when it was made [s].
         paused: workers that wait for a sub-step to be applied, with its number.
     """
 
     def __init__(
-        self, listener: Listener, area: Tensor, batch: OpenBatch, coordinator: Coordinator, members: Membership,
-        epochs: AnnouncedEpochs, counts: Counts,
+        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
+        listener: Listener, coordinator: Coordinator, divide_by: float | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop", shards: int | None = None, limits: Limits | None = None,
+        stamp: Stamp = lambda kind, number: None,
     ) -> None:  # fmt: skip
-        self._listener, self._area, self._batch, self._coordinator = listener, area, batch, coordinator
-        self._members, self._epochs, self._counts = members, epochs, counts
+        self.stamp, self.area = stamp, area
+        self.listener, self.coordinator, self.counts = listener, coordinator, Counts()
+        self._stop = nonfinite == "stop"
+        self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
+        self._updater = Updater(
+            layout=layout, area=area, parameters=parameters, optimizers=optimizers, shards=self._shards,
+            divide_by=divide_by, stamp=stamp,
+        )  # fmt: skip
+        self._batch = OpenBatch(self._updater, coordinator, self.counts)
+        self._members = Membership(coordinator.live, limits, without=_WITHOUT)
+        self._epochs = AnnouncedEpochs(layout.digest)
         self.failure: str | None = None
         self.claims: dict[int, tuple[Request, float]] = {}
         self.paused: dict[int, int] = {}
         self._unanswered: set[int] = set()
         self._wasted: set[int] = set()  # workers whose last push counts nothing, to be told with the answer
+        self.publish()
 
     def publish(self) -> None:
         """Lets workers see the present parameters."""
-        self._listener.publish(self._coordinator.version, self._area)
-
-    def asked(self, rank: int) -> None:
-        """A request has come, which is to be answered some time."""
-        self._unanswered.add(rank)
-
-    def wasted(self, rank: int) -> None:
-        """The push of a worker that is about to be answered counts nothing."""
-        self._wasted.add(rank)
+        self.listener.publish(self.coordinator.version, self.area)
 
     def forget(self, rank: int) -> None:
         """A worker is gone, or has left: it waits for nothing."""
@@ -78,7 +94,7 @@ class Answers:
 
     def measures_text(self) -> str:
         """Returns what was counted so far and is known now."""
-        return measures_text(Measures.take(self._counts, self._coordinator))
+        return measures_text(Measures.take(self.counts, self.coordinator))
 
     def passed(self, passed: Passed, now: float) -> None:
         """Answers a claim: the global step is over."""
@@ -96,12 +112,12 @@ class Answers:
             assignment=granted.assignment,
             micro=granted.micro, numbers=[number for span in granted.spans for number in span],
             hint_start=granted.hint[0], hint_end=granted.hint[1],
-            flags=self._coordinator.policy.threshold_for(len(self._members.live)) or 0,
+            flags=self.coordinator.policy.threshold_for(len(self._members.live)) or 0,
         )  # fmt: skip
 
     def _claim_of(self, rank: int, now: float) -> Request:
         claim, at_s = self.claims.pop(rank)
-        self._counts.held(rank, now - at_s)
+        self.counts.held(rank, now - at_s)
         return claim
 
     def resume(self, ranks: Iterable[int]) -> None:
@@ -125,7 +141,7 @@ class Answers:
         if not said.get("text"):
             said["text"] = "\n".join(self._members.take_notices(rank))
         here = {
-            "epoch": self._epochs.number, "global_step": self._coordinator.global_step,
-            "version": self._coordinator.version,
+            "epoch": self._epochs.number, "global_step": self.coordinator.global_step,
+            "version": self.coordinator.version,
         }  # fmt: skip
-        self._listener.reply(rank, Reply(kind=kind, **{**here, **said}))
+        self.listener.reply(rank, Reply(kind=kind, **{**here, **said}))

@@ -19,28 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Passed, Refused, Reissued, Updated
 from lightning_hetero.stale.decide.policy import Asynchronous
-from lightning_hetero.stale.decide.report import Counts
-from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.answers import Answers
-from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
-from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
-from lightning_hetero.stale.runtime.serve.update import Updater, bits
+from lightning_hetero.stale.runtime.serve.update import bits
 from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
-from lightning_hetero.transport.listener import Listener
-from lightning_hetero.transport.membership import Limits, Membership, RunEndsError
-from lightning_hetero.transport.progress import Stamp
-
-_WITHOUT = "the others go on without, on {} devices, with the same global batch: its samples go to them"
+from lightning_hetero.transport.membership import RunEndsError
 
 
 class Pushed(NamedTuple):
@@ -51,48 +40,8 @@ class Pushed(NamedTuple):
     base: int
 
 
-class Pushes:
-    """See the module; it has all that a server is made of.
-
-    Args:
-        layout: of parameters, buffers and slots.
-        area: uint8 flat parameters and buffers, the server's own memory; the parameters are views of it.
-        parameters: in the layout's order.
-        optimizers: the user's.
-        listener: the transport's end; version 0 is published at once.
-        coordinator: decides.
-        divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
-        nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
-        shards: threads for pools and optimizers; None: by size.
-        limits: how long workers wait for one that does not come; None: without limit.
-        stamp: called whenever another work begins, see `transport.progress`.
-
-    Attributes:
-        counts: what was counted.
-
-    Raises:
-        ValueError: an optimizer cannot run here.
-    """
-
-    def __init__(
-        self, *, layout: FlatLayout, area: Tensor, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer],
-        listener: Listener, coordinator: Coordinator, divide_by: float | None = None,
-        nonfinite: Literal["stop", "skip"] = "stop", shards: int | None = None, limits: Limits | None = None,
-        stamp: Stamp = lambda kind, number: None,
-    ) -> None:  # fmt: skip
-        self.stamp, self.layout, self.area = stamp, layout, area
-        self.listener, self.coordinator, self.counts = listener, coordinator, Counts()
-        self._stop = nonfinite == "stop"
-        self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
-        self._updater = Updater(
-            layout=layout, area=area, parameters=parameters, optimizers=optimizers, shards=self._shards,
-            divide_by=divide_by, stamp=stamp,
-        )  # fmt: skip
-        self._batch = OpenBatch(self._updater, coordinator, self.counts)
-        self._members = Membership(coordinator.live, limits, without=_WITHOUT)
-        self._epochs = AnnouncedEpochs(layout.digest)
-        self._answers = Answers(listener, area, self._batch, coordinator, self._members, self._epochs, self.counts)
-        self._answers.publish()
+class Pushes(Answers):
+    """See the module."""
 
     def carry_out(self, effects: Sequence[Effect], now: float, pushed: Pushed | None = None) -> None:
         """Carries out what the coordinator decided.
@@ -102,12 +51,12 @@ class Pushes:
             now: time [s].
             pushed: what caused them, if a push did.
         """
-        answers, counts = self._answers, self.counts
+        counts = self.counts
         for effect in effects:
             if isinstance(effect, Assigned):
-                answers.granted(effect, now)
+                self.granted(effect, now)
             elif isinstance(effect, Passed):
-                answers.passed(effect, now)
+                self.passed(effect, now)
             elif isinstance(effect, Accepted):
                 assert pushed is not None
                 counts.accepted(effect.rank, effect.samples, effect.staleness, pushed.request.compute_s)
@@ -115,19 +64,19 @@ class Pushes:
             elif isinstance(effect, Updated):
                 if (word := self._batch.update(effect)) is not None:
                     self._epochs.step_over(word)
-                answers.publish()
-                answers.resume(list(answers.paused))  # all that was left of sub-steps was applied
+                self.publish()
+                self.resume(list(self.paused))  # all that was left of sub-steps was applied
             elif isinstance(effect, Refused):
                 counts.discarded[effect.reason] += effect.samples
                 if effect.reason != "nonfinite":  # these samples are nobody else's
-                    answers.wasted(effect.rank)
+                    self._wasted.add(effect.rank)
             else:
                 assert isinstance(effect, Reissued)
                 counts.reissued[effect.reason] += effect.samples
 
     def claim(self, rank: int, request: Request, now: float) -> None:
         """A worker asks for work."""
-        self._answers.claims[rank] = (request, now)
+        self.claims[rank] = (request, now)
         self.carry_out(self.coordinator.claim(rank, request.global_step, now), now)
         self.settle()
 
@@ -149,10 +98,9 @@ class Pushes:
 
     def settle(self) -> None:
         """Applies the sub-steps that are complete."""
-        answers = self._answers
-        for k in self._batch.apply_complete(answers.claims.keys()):  # they push nothing more in this global step
-            answers.publish()
-            answers.resume([rank for rank, substep in answers.paused.items() if substep == k])
+        for k in self._batch.apply_complete(self.claims.keys()):  # they push nothing more in this global step
+            self.publish()
+            self.resume([rank for rank, substep in self.paused.items() if substep == k])
 
     def _last_push(self, rank: int, push: Request, slot: Tensor, now: float) -> None:
         coordinator = self.coordinator
@@ -165,10 +113,10 @@ class Pushes:
         self.carry_out(effects, now, None if assignment is None else Pushed(push, slot, assignment.base))
 
     def _substep(self, rank: int, push: Request, slot: Tensor) -> None:
-        coordinator, batch, answers = self.coordinator, self._batch, self._answers
+        coordinator, batch = self.coordinator, self._batch
         assignment = coordinator.assignment(rank, push.assignment)
         if assignment is None or assignment.void or not coordinator.within_bound(assignment.base):
-            answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
+            self.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
         finite = self._finite(rank, push, slot)
         # False: the sub-step counts for these samples already.
@@ -177,12 +125,12 @@ class Pushes:
         waits = policy.holds == "barrier" or (policy.holds == "grace" and push.flags & PushFlag.MORE)
         if counts and (isinstance(policy, Asynchronous) or not batch.may_wait(push.substep, assignment.base)):
             batch.apply_at_once(push)
-            answers.publish()
-            answers.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
+            self.publish()
+            self.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
         elif waits and batch.is_open(push):
-            answers.paused[rank] = push.substep
+            self.paused[rank] = push.substep
         else:
-            answers.answer(rank, Say.APPLIED)
+            self.answer(rank, Say.APPLIED)
         self.settle()
 
     # ---- what is pushed ---------------------------------------------------------------------------------------
@@ -194,8 +142,6 @@ class Pushes:
             raise ValueError(f"optimizers {list(bits(push.steps | push.zeroes))} of {optimizers}")
         if not (math.isfinite(push.weight) and push.weight >= 0.0):
             raise ValueError(f"weight={push.weight!r} must be a finite number >= 0")
-        if push.samples < 1:
-            raise ValueError(f"samples={push.samples} must be at least 1; a dummy batch is not pushed")
 
     def _finite(self, rank: int, push: Request, slot: Tensor) -> bool:
         """Returns whether the gradients are finite; if not, everybody learns it, or the run ends."""

@@ -72,7 +72,7 @@ class ParameterServer(Pushes):
             self._request(happened.rank, happened.request, now)
         elif isinstance(happened, Joined):
             self._members.joined(happened.rank, now)
-            if self._answers.failure is None:
+            if self.failure is None:
                 self.carry_out(self.coordinator.joined(happened.rank, now), now)
         elif isinstance(happened, Gone):
             self._gone(happened, now)
@@ -83,7 +83,7 @@ class ParameterServer(Pushes):
         """Does what is due by now."""
         for rank, reason in self._members.overdue(now).items():
             self._leave_behind(rank, reason, now)
-        if self._answers.failure is None:
+        if self.failure is None:
             self.carry_out(self.coordinator.wake(now), now)
             self.settle()
             self._batch.settle()
@@ -92,7 +92,7 @@ class ParameterServer(Pushes):
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
         due_s = self._members.overdue_s
-        if self._answers.failure is not None:
+        if self.failure is not None:
             return due_s
         return min(self.coordinator.wake_s(), due_s, self._meeting_due_s)
 
@@ -100,10 +100,6 @@ class ParameterServer(Pushes):
     def meets(self) -> bool:
         """Whether all who live have come to a meeting, which the next `wake` answers."""
         return self._meeting_due_s < math.inf and self._members.is_full
-
-    def fail(self, text: str) -> None:
-        """Tells everybody, now and later, that the run cannot go on."""
-        self._answers.fail(text)
 
     def close(self) -> None:
         """Ends the server's threads; idempotent."""
@@ -123,25 +119,25 @@ class ParameterServer(Pushes):
 
     def _without(self, rank: int, now: float) -> None:
         """The others go on without a worker."""
-        self._answers.forget(rank)
-        if self._answers.failure is None:
+        self.forget(rank)
+        if self.failure is None:
             self.carry_out(self.coordinator.lost(rank, now), now)
             self.settle()
             self._meeting_due_s = now
 
     def _request(self, rank: int, request: Request, now: float) -> None:
         kind = request.kind
-        self._answers.asked(rank)
+        self._unanswered.add(rank)
         if kind is Ask.LEAVE:
-            self._answers.answer(rank, Say.DONE)
+            self.answer(rank, Say.DONE)
             self._members.left(rank)
             self._without(rank, now)
         elif kind is Ask.ABORT:
-            self._answers.answer(rank, Say.DONE)
+            self.answer(rank, Say.DONE)
             self._members.left(rank)
             self.fail(f"worker {rank} failed: {request.text}")
-        elif self._answers.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
-            self._answers.answer(rank, Say.FAILED, text=self._answers.failure)
+        elif self.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
+            self.answer(rank, Say.FAILED, text=self.failure)
         else:
             try:
                 self._serve(rank, request, now)
@@ -177,7 +173,7 @@ class ParameterServer(Pushes):
                 self._tell(rank, request)
             except Exception as error:  # nothing has changed: it is the asker's alone
                 words = f"the parameter server could not answer {kind.name}: {type(error).__name__}: {error}"
-                self._answers.answer(rank, Say.FAILED, text=failure_text(words, error))
+                self.answer(rank, Say.FAILED, text=failure_text(words, error))
         else:
             if request.epoch != self._epochs.number:
                 raise ValueError(f"it is in epoch {request.epoch}, the server in {self._epochs.number}")
@@ -190,13 +186,13 @@ class ParameterServer(Pushes):
         """Answers a question."""
         if request.kind is Ask.METRICS:
             alive = sorted(self._members.live)
-            self._answers.answer(rank, Say.DONE, numbers=alive, text=self._answers.measures_text())
+            self.answer(rank, Say.DONE, numbers=alive, text=self.measures_text())
             return
         state = self.state()
         if request.numbers and request.numbers[0] != state["version"]:  # the version it has
             state["area"] = self.area
         self.listener.share_state(state_bytes(state))
-        self._answers.answer(rank, Say.STATE)
+        self.answer(rank, Say.STATE)
 
     # ---- epochs and meetings ----------------------------------------------------------------------------------
 
@@ -210,7 +206,7 @@ class ParameterServer(Pushes):
             self._epochs.begin(request.epoch, epoch)
             self._batch.begin()
         hints = self.coordinator.hints(rank)
-        self._answers.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
+        self.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
 
     def _settle_meeting(self, now: float) -> None:
         """Answers the meeting if all have come; not before all that has happened is taken in, deaths above all."""
@@ -223,13 +219,13 @@ class ParameterServer(Pushes):
             why, alive, sound = met
             for o in bits(why.steps):  # they have met for a method that an optimizer has besides its step
                 self._updater.call(o, why.what)
-                self._answers.publish()
+                self.publish()
         except RunEndsError as error:
             self.fail(str(error))
             return
         for rank in alive:
             text = MetAtServer.text(self.counts, self._members.take_notices(rank))
-            self._answers.answer(
+            self.answer(
                 rank, Say.MET, global_step=why.number, numbers=alive, text=text,
                 flags=MeetFlag(0) if sound else MeetFlag.UNSOUND,
             )  # fmt: skip

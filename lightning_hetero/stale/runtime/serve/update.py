@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.layout import NONFINITE, FlatLayout
@@ -49,9 +49,6 @@ class Updater:
         shards: threads to use.
         divide_by: gradients are the pool's sum divided by this, not by its weight (a loss that is a sum).
         stamp: called when an optimizer's step begins.
-
-    Raises:
-        ValueError: an optimizer cannot run here.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class Updater:
         self._changed: dict[int, int] = {}  # version from which on a buffer has its value
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         for o, optimizer in enumerate(self.optimizers):
-            _refuse_closures_and_sparse(o, optimizer)
             for parameter in _parameters_of(optimizer):
                 parameter.grad = None
                 i = index[id(parameter)]
@@ -240,12 +236,3 @@ class Updater:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _refuse_closures_and_sparse(o: int, optimizer: Optimizer) -> None:
-    if isinstance(optimizer, (LBFGS, SparseAdam)):
-        raise ValueError(
-            f"optimizer {o} is {type(optimizer).__name__}: it needs"
-            f" {'closures' if isinstance(optimizer, LBFGS) else 'sparse gradients'} at its step, which is made in"
-            " the parameter server from dense gradients; use another optimizer, or strategy='ddp'"
-        )

@@ -120,29 +120,10 @@ class LayerWalk:
     def _form(
         self, call: CalledLayer, number_of: Callable[[Tensor], int], *, grad_enabled: bool, checkpointed: bool
     ) -> Mapping[str, Any]:
-        def form(value: Any, name: str) -> Any:
-            def leaf_of(leaf: Any) -> Any:
-                if type(leaf) is LayerOutput:
-                    return Previous(leaf.path)
-                if isinstance(leaf, Tensor):
-                    return Input(number_of(leaf))
-                if isinstance(leaf, torch.device):
-                    return OwnDevice(leaf.type)
-                if isinstance(leaf, dict):  # of a class of its own
-                    return form(dict(leaf), name)
-                if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.Size):
-                    return leaf
-                raise NotAChainError(
-                    f"layer {call.layer} of the backbone is called with {name}, a {type(leaf).__name__}, which cannot"
-                    " travel to the process that computes it; tensors, numbers, strings, None, and tuples, lists and"
-                    " dicts of them can: make it part of the layers, or switch off what it is for"
-                )
-
-            return pytree.tree_map(leaf_of, without_cache(value), is_leaf=lambda v: type(v) not in (tuple, list, dict))
-
+        at = f"layer {call.layer} of the backbone is called with"
         found: dict[str, Any] = {
-            "args": tuple([form(value, f"argument {i}") for i, value in enumerate(call.args)]),
-            "kwargs": {name: form(value, f"{name}=") for name, value in call.kwargs.items()},
+            "args": tuple([_form(value, number_of, f"{at} argument {i}") for i, value in enumerate(call.args)]),
+            "kwargs": {name: _form(value, number_of, f"{at} {name}=") for name, value in call.kwargs.items()},
         }
         if call.hooks is not None and checkpointed:
             found["recompute"] = True
@@ -208,6 +189,29 @@ class _Original(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+
+def _form(value: Any, number_of: Callable[[Tensor], int], at: str) -> Any:
+    """Returns what stands for an argument. (No closure that calls itself: it would keep the tensors for a while.)"""
+
+    def leaf_of(leaf: Any) -> Any:
+        if type(leaf) is LayerOutput:
+            return Previous(leaf.path)
+        if isinstance(leaf, Tensor):
+            return Input(number_of(leaf))
+        if isinstance(leaf, torch.device):
+            return OwnDevice(leaf.type)
+        if isinstance(leaf, dict):  # of a class of its own
+            return _form(dict(leaf), number_of, at)
+        if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.Size):
+            return leaf
+        raise NotAChainError(
+            f"{at}, a {type(leaf).__name__}, which cannot travel to the process that computes it; tensors, numbers,"
+            " strings, None, and tuples, lists and dicts of them can: make it part of the layers, or switch off what it"
+            " is for"
+        )
+
+    return pytree.tree_map(leaf_of, without_cache(value), is_leaf=lambda v: type(v) not in (tuple, list, dict))
 
 
 def _meta(tensor: Tensor) -> Tensor:
