@@ -64,8 +64,12 @@ class Case:
     def best_static(self) -> tuple[int, ...]:
         """The constant shares that make the whole run shortest, in hindsight: samples move until no move helps."""
 
+        speeds = [[self.scenario.speed(rank, step) for rank in range(len(self.caps()))] for step in range(self.steps)]
+
         def run_s(shares: Sequence[int]) -> float:
-            return sum(self.work_s(shares, step) for step in range(self.steps))
+            """The time of the run; of equal ones the one with less work on the other slow ranks is better."""
+            times = [[(STEP_S + n * SAMPLE_S) / v for n, v in zip(shares, now, strict=True)] for now in speeds]
+            return sum(max(step) for step in times) + 1e-6 * sum(t * t for step in times for t in step)
 
         shares = [self.per_rank] * len(self.caps())
         shares = [min(n, cap) for n, cap in zip(shares, self.caps(), strict=True)]
