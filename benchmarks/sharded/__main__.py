@@ -20,8 +20,8 @@ from benchmarks.sharded.figures import memory_figures, summarize
 from benchmarks.torchrun import launch
 
 NOTES = (
-    "Four processes share two cores. Compute is emulated by sleeping, real work included, in proportion to samples; what"
-    " FSDP waits for peers is not. The slow link makes each gathering and scattering of a block longer by 2 ms on every"
+    "Four processes share two cores. Compute is emulated by sleeping, real work included, in proportion to samples; not"
+    " what FSDP waits for peers. The slow link makes each gathering and scattering of a block longer by 2 ms on every"
     " rank. With two memory sizes rank 0 holds at most 40 samples at once, which the engine finds out by running out of"
     " memory; the static parts know it beforehand."
 )
