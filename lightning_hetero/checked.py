@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 
@@ -64,3 +65,18 @@ def mapping(name: str, value: Any, known: Collection[str], *, needed: Collection
 def finite_or_none(value: float) -> float | None:
     """Returns the number, None for those that JSON does not know: no limit, or not known."""
     return value if math.isfinite(value) else None
+
+
+def check_fields(target: object, **checks: Callable[[str, Any], Any]) -> None:
+    """Makes fields of a frozen dataclass what their checks return; a check gets the field's name and value."""
+    for name, check in checks.items():
+        object.__setattr__(target, name, check(f"{type(target).__name__}.{name}", getattr(target, name)))
+
+
+def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Returns the check of a field that may be None."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+count = partial(whole, least=1)
+"""The check of a field that is a number of things: >= 1."""

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat import trainer_callbacks
+from lightning_hetero.measure.step_clock import StepProbe
 from lightning_hetero.types import Event, StepReport
 
 
@@ -67,6 +68,9 @@ class Reporting(EventSource):
     def about(self) -> dict[str, Any]:
         """Returns what a trace begins with: ``engine``, and what its figures are read against, plain."""
         return {}
+
+    def pause_too(self, probe: StepProbe) -> None:
+        """Called by a `ThrottleCallback`: in a step the strategy waits for peers, which is no work of the device's."""
 
     def emulate(self, scenario: Scenario) -> bool:
         """Asked by a `ThrottleCallback` when set-up begins: whether the strategy itself sleeps for the scenario."""

@@ -80,6 +80,8 @@ class ThrottleCallback(Callback):
         sharded = any(isinstance(module, FSDPModule) for module in pl_module.modules())
         self._own = own = StepProbe(device_of(torch.device("cpu"))) if sharded else None  # each layer waits for peers
         clock = {} if own is None else {"clock": lambda: own.passed_s}
+        if own is not None and (reporting := reporting_of(trainer)) is not None:
+            reporting.pause_too(own)
         self._throttle = throttle = self._make_throttle(self.scenario, rank, **clock)
         if not self._taken_over and self.scenario.mem_cap(rank) is not None:
             self._undo.enter_context(self._memory_capped(trainer, pl_module, throttle))

@@ -65,7 +65,7 @@ def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
     found = replace(found, verdict=f"{answer.verdict} (for {batch} samples per update). {LEFT_OUT}")
     if chosen is None or chosen.engine == "ddp" or answer.too_short:
         return found
-    return replace(found, engine=chosen.engine, python=to_paste(chosen, vars(asked)) or "")
+    return replace(found, engine=chosen.engine, python=to_paste(chosen, vars(asked), [])["python"] or "")
 
 
 def _host(environ: Mapping[str, str]) -> HostFacts:

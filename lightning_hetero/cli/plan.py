@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.checked import real
@@ -24,7 +25,7 @@ from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.cluster.units import bytes_text, describe_cluster
 from lightning_hetero.plan.estimate import EngineName, Estimate
 from lightning_hetero.plan.formula import model_from_formula
-from lightning_hetero.plan.paste import snippet
+from lightning_hetero.plan.paste import command, snippet
 from lightning_hetero.plan.planner import LEFT_OUT, Plan, plan
 from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
@@ -132,25 +133,42 @@ def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str
     return found, [(title, plan(other, engines)) for title, other in changes]
 
 
-def to_paste(found: Estimate, given: Mapping[str, Any]) -> str | None:
-    """Returns the set-up of an engine as Python; None: it cannot train.
+def to_paste(found: Estimate, given: Mapping[str, Any], cluster: Sequence[str]) -> dict[str, str | None]:
+    """Returns the set-up of an engine as Python, and as a command where module and data are the command's own.
 
     Args:
         found: the engine.
         given: what was asked, the keys of ``conf/plan.yaml``.
+        cluster: the overrides that have chosen the cluster.
     """
     if not found.ok:
-        return None
+        return {"python": None, "command": None}
     usual = {"accelerator": "auto", "precision": "32-true"}
     trainer = {name: given[name] for name in usual if given.get(name) not in (None, usual[name])}
     layers = {"backbone": given["backbone"]} if found.engine == "pipeline" and given.get("backbone") else {}
-    return snippet(found, trainer, **layers)
+    own = [_own(group, given.get(key)) for group, key in (("model", "module"), ("data", "datamodule"))]
+    line = None
+    if None not in own:
+        emulated = "two_fast_two_slow" if "cluster=two_fast_two_slow" in cluster else "none"
+        also = [f"trainer.{name}={value}" for name, value in {"accelerator": "auto", **trainer}.items()]
+        line = command(found, [*map(str, own), *(cluster or ["cluster=probe"]), f"emulation={emulated}", *also])
+    return {"python": snippet(found, trainer, **layers), "command": line}
+
+
+def _own(group: str, given: Any) -> str | None:
+    """Returns what chooses this object in a group of ``lightning-hetero-train``; None: it is the user's."""
+    for path in sorted((CONF / group).glob("*.yaml")):
+        if given is not None and str(given).replace(":", ".") == cast("DictConfig", OmegaConf.load(path))._target_:
+            return f"{group}={path.stem}"
+    return None
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def plan_tables(found: Plan, changes: Sequence[tuple[str, Plan]], paste: str | None = None) -> str:
+def plan_tables(
+    found: Plan, changes: Sequence[tuple[str, Plan]], paste: Mapping[str, str | None] | None = None
+) -> str:
     """Returns the whole answer as text; ``paste`` is how to train as the verdict says."""
     setup = found.setup
     parts = [describe_cluster(setup.cluster) if setup.ranks <= _FEW else f"{setup.ranks} devices", _ranking(found)]
@@ -158,8 +176,9 @@ def plan_tables(found: Plan, changes: Sequence[tuple[str, Plan]], paste: str | N
     if changes:
         parts.append(_what_if(found, changes))
     parts.append(f"{found.verdict}\n{LEFT_OUT}")
-    if paste:
-        parts.append(f"To train this way, with your own module:\n\n{paste}")
+    if paste is not None and paste["python"]:
+        parts.append(f"To train this way, with your own module:\n\n{paste['python']}")
+        parts += [f"or, here:\n\n{paste['command']}"] if paste["command"] else []
     return "\n\n".join(parts)
 
 
@@ -215,14 +234,15 @@ def _money(value: float) -> str:
 def main(cfg: DictConfig) -> None:
     """Answers what is asked on the command line."""
     given = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    cluster = [one for one in HydraConfig.get().overrides.task if one.startswith("cluster")]
     try:
         setup, notes = read_setup(given)
         found, changes = answer(setup, given)
-        paste = to_paste(found.chosen, given) if found.chosen is not None else None
+        paste = to_paste(found.chosen, given, cluster) if found.chosen is not None else None
         if given.get("out") is not None:
             plain = found.as_plain()
             for one, name in zip(plain["estimates"], found.estimates, strict=True):
-                one["python"] = to_paste(name, given)
+                one |= to_paste(name, given, cluster)
             others = [{"title": title, **other.as_plain()} for title, other in changes]
             Path(str(given["out"])).write_text(json.dumps({**plain, "what_if": others}, indent=1) + "\n")
     except (TypeError, ValueError, OSError, RuntimeError) as error:

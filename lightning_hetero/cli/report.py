@@ -137,11 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         report, *trace = write_report(*given.run_dirs, output=given.output, runs=given.runs)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"lightning-hetero-report: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        hint = "" if str(error.filename).endswith(".jsonl") else ". Name a file in another place: -o FILE"
+    except (OSError, ValueError) as error:
+        reads = isinstance(error, FileNotFoundError | ValueError) or str(error.filename).endswith(".jsonl")
+        hint = "" if reads else ". Name a file in another place: -o FILE"
         print(f"lightning-hetero-report: {error}{hint}", file=sys.stderr)
         return 2
     print("\n".join([f"report: {report}", *(f"trace for ui.perfetto.dev: {path}" for path in trace)]))

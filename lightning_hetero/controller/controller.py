@@ -215,7 +215,7 @@ class Controller:
             "samples": self._forms.samples,
             "plan": plan_to_plain(self.plan),
             "estimates": self._costs.estimates.to_plain(),
-            "migration": self._costs.migration.to_plain(),
+            "migration": list(self._costs.migration.ratios),
             "bias": list(self._trials.bias_of),
             **self._spending.to_plain(),
         }
@@ -236,7 +236,7 @@ class Controller:
         self._forms.pipes_of(plan)  # raises
         self._spending.load(state)
         self._costs.estimates.load(state["estimates"])
-        self._costs.migration.load(state["migration"])
+        self._costs.migration.ratios = list(state["migration"])
         self._trials.bias_of.extend(state["bias"])
         self._start_with(plan)
 

@@ -60,18 +60,18 @@ class MigrationModel:
     """How long a migration stops training; learns from those that were measured."""
 
     def __init__(self) -> None:
-        self._ratios: list[float] = []  # measured over predicted, of the last ones
+        self.ratios: list[float] = []  # measured over predicted, of the last ones
 
     def learn(self, predicted_s: float, measured_s: float) -> None:
         """Takes in a migration that was expected to take ``predicted_s``."""
         if predicted_s > 0.0 and measured_s > 0.0:
             raw_s = predicted_s / self.scale
-            self._ratios = [*self._ratios, measured_s / raw_s][-_KEPT:]
+            self.ratios = [*self.ratios, measured_s / raw_s][-_KEPT:]
 
     @property
     def scale(self) -> float:
         """What predictions are multiplied with."""
-        return median(self._ratios) if self._ratios else 1.0
+        return median(self.ratios) if self.ratios else 1.0
 
     def pause_s(self, problem: Problem, old: Sequence[Pipe], new: Sequence[Pipe]) -> float:
         """Returns how long it takes from ``old`` to ``new`` [s]; 0 if nothing moves."""
@@ -86,11 +86,3 @@ class MigrationModel:
             for end in ((0, source), (1, target)):
                 busy[end] = busy.get(end, 0.0) + seconds
         return (_AGREE_S + max(busy.values())) * self.scale if busy else 0.0
-
-    def to_plain(self) -> list[float]:
-        """Returns JSON values for `load`."""
-        return list(self._ratios)
-
-    def load(self, plain: Sequence[float]) -> None:
-        """Goes on from what `to_plain` returned."""
-        self._ratios = [float(ratio) for ratio in plain]

@@ -32,7 +32,7 @@ import numpy as np
 
 from lightning_hetero.controller.migration import MigrationModel
 from lightning_hetero.controller.priced_shares import priced_shares, times_of
-from lightning_hetero.controller.settings import Resource
+from lightning_hetero.controller.settings import HOUR_S, Budget, Resource
 from lightning_hetero.controller.spending import Spending, Use
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
@@ -40,7 +40,6 @@ from lightning_hetero.solvers.placement.search import BatchTime, Judged
 from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
-_HOUR_S = 3600.0
 _ROUNDING = 1e-9
 _LEAST = 0.01  # part of its own weight that time has at least
 
@@ -103,11 +102,9 @@ class Objective(BatchTime):
     def _terms(self, pipes: Sequence[Pipe]) -> tuple[float, list[float], float]:
         """Returns alpha, gamma by group, and what does not depend on the shares."""
         alpha, gamma, rest = self._per_time, [0.0] * len(pipes), 0.0
-        for (_, resource, per_hour, limit), queue in self._weights:
-            use = self.use(resource, pipes)
-            per_s = limit / _HOUR_S
-            scale = queue / (per_s * self._spending.reference_s if per_hour else limit * self.problem.samples)
-            alpha += scale * (use.per_s - (per_s if per_hour else 0.0))
+        for budget, queue in self._weights:
+            use, scale = self.use(budget.resource, pipes), queue * self._part(budget, 1.0)
+            alpha += scale * (use.per_s - (budget.limit / HOUR_S if budget.per_hour else 0.0))
             rest += scale * use.fixed
             for i, per_sample in enumerate(use.per_sample):
                 gamma[i] += scale * per_sample
@@ -116,10 +113,10 @@ class Objective(BatchTime):
     def scale_at(self, judged: Judged) -> float:
         """Returns a size of J to measure gains against: that of a structure, its pause and per-hour limits left out."""
         size = self._per_time * judged.time_s
-        for (_, resource, per_hour, limit), queue in self._weights:
-            budget = limit / _HOUR_S * self._spending.reference_s if per_hour else limit * self.problem.samples
-            size += queue * judged.amounts[resource] / budget
-        return size
+        return size + sum(queue * self._part(of, judged.amounts[of.resource]) for of, queue in self._weights)
+
+    def _part(self, budget: Budget, amount: float) -> float:
+        return budget.part(amount, self.problem.samples, self._spending.reference_s)
 
     def judge(self, pipes: Sequence[Pipe], limit: float = math.inf) -> Judged | None:
         """Returns the structure with its best shares; None if it does not fit, or J is not below ``limit``."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
-from lightning_hetero.checked import is_list, mapping, real, whole
+from lightning_hetero.checked import check_fields, count, is_list, mapping, optional, real
 
 Resource = Literal["money", "energy", "traffic"]
 
+HOUR_S = 3600.0
 _RESOURCES: tuple[Resource, ...] = ("money", "energy", "traffic")
 _BUDGETS = tuple(f"{resource}_per_{per}" for per in ("sample", "hour") for resource in _RESOURCES)
 
@@ -21,6 +23,10 @@ class Budget(NamedTuple):
     resource: Resource
     per_hour: bool
     limit: float
+
+    def part(self, amount: float, samples: int, seconds: float) -> float:
+        """Returns an amount as a part of what a batch of so many samples, so long, may take."""
+        return amount / (self.limit * (seconds / HOUR_S if self.per_hour else samples))
 
 
 
@@ -43,21 +49,12 @@ class ControllerSettings:
     recheck: int | None = 200
 
     def __post_init__(self) -> None:
-        self._put("v", None if self.v is None else _number("v", self.v, above=True))
-        self._put("bank", None if self.bank is None else _number("bank", self.bank))
-        for name in ("prices", "power_w", "idle_power_w"):
-            self._put(name, _one_or_each(name, getattr(self, name)))
-        for name in ("rest_cost", "dead_band", "share_band"):
-            self._put(name, _number(name, getattr(self, name), most=1.0))
-        for name in ("look_every", "recheck"):
-            if (value := getattr(self, name)) is not None or name != "recheck":
-                whole(f"LyapunovController.{name}", value, least=1)
+        check_fields(self, v=optional(partial(real, above=True)), budget=optional(_budget), bank=optional(real))
+        check_fields(self, prices=_one_or_each, power_w=_one_or_each, idle_power_w=_one_or_each)
+        check_fields(self, **dict.fromkeys(("rest_cost", "dead_band", "share_band"), partial(real, most=1.0)))
+        check_fields(self, look_every=count, recheck=optional(count))
         if type(self.structure) is not bool:
             raise TypeError(f"LyapunovController.structure={self.structure!r} must be true or false")
-        self._put("budget", _checked_budget(self.budget))
-
-    def _put(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen
 
     def budgets(self) -> tuple[Budget, ...]:
         """Returns the constraints, sorted by name."""
@@ -85,20 +82,14 @@ class ControllerSettings:
         return list(value)
 
 
-def _number(name: str, value: Any, **limits: Any) -> float:
-    return real(f"LyapunovController.{name}", value, **limits)
-
-
 def _one_or_each(name: str, value: Any) -> float | tuple[float, ...]:
     if not is_list(value):
-        return _number(name, value)
+        return real(name, value)
     if not value:
-        raise ValueError(f"LyapunovController.{name}=[] must be a number, or one per rank")
-    return tuple(_number(f"{name}[{i}]", v) for i, v in enumerate(value))
+        raise ValueError(f"{name}=[] must be a number, or one per rank")
+    return tuple(real(f"{name}[{i}]", v) for i, v in enumerate(value))
 
 
-def _checked_budget(budget: Any) -> dict[str, float] | None:
-    if budget is None:
-        return None
-    given = sorted(mapping("LyapunovController.budget", budget, _BUDGETS).items())
-    return {name: _number(f"budget.{name}", limit, above=True) for name, limit in given if limit is not None} or None
+def _budget(name: str, budget: Any) -> dict[str, float] | None:
+    given = sorted(mapping(name, budget, _BUDGETS).items())
+    return {key: real(f"{name}.{key}", limit, above=True) for key, limit in given if limit is not None} or None

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_hetero.controller.messages import Observation
-from lightning_hetero.controller.settings import Budget, ControllerSettings, Resource
+from lightning_hetero.controller.settings import HOUR_S, Budget, ControllerSettings, Resource
 from lightning_hetero.solvers.placement.search import Judged
 
 _PART = 0.02  # of all batches: V and bank; an overspending of about that part is left at the end at most
 _LEAST_V, _V, _MOST_V = 10.0, 50.0, 100.0
-_HOUR_S = 3600.0
 
 
 class Weight(NamedTuple):
@@ -82,7 +81,7 @@ class Spending:
         self.v = least_v if settings.v is None else settings.v
         self._bank = settings.bank if settings.bank is not None else _V if part is None else max(1.0, part)
         self.queues = {budget.name: 0.0 for budget in self.budgets}
-        self.price_per_s = np.array(settings.each("prices", ranks)) / _HOUR_S
+        self.price_per_s = np.array(settings.each("prices", ranks)) / HOUR_S
         self.power_w = np.array(settings.each("power_w", ranks))
         self.idle_power_w = np.array(settings.each("idle_power_w", ranks))
         self.rest_cost = settings.rest_cost
@@ -97,9 +96,9 @@ class Spending:
         """Takes in prices per hour by rank; returns in words what has changed, if money counts at all."""
         changed: list[str] = []
         for rank, per_hour in prices.items():
-            before = float(self.price_per_s[rank]) * _HOUR_S
+            before = float(self.price_per_s[rank]) * HOUR_S
             if per_hour != before:
-                self.price_per_s[rank] = per_hour / _HOUR_S
+                self.price_per_s[rank] = per_hour / HOUR_S
                 if self.budgets:
                     changed.append(f"price of rank {rank} {before:g} -> {per_hour:g}")
         return changed
@@ -125,7 +124,7 @@ class Spending:
             if budget.resource == "traffic":
                 amount += seen.moved_bytes
             batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
-            ratio, value = _ratio(budget, amount, samples, seconds), self.queues[budget.name]
+            ratio, value = budget.part(amount, samples, seconds), self.queues[budget.name]
             self.queues[budget.name] = queued(value, ratio, batches, bank=self._bank)
 
     def saved(self, now: Judged | None, new: Judged) -> dict[str, float]:
@@ -133,7 +132,7 @@ class Spending:
         if now is None:
             return {}
         return {
-            b.name: _ratio(b, now.amounts[b.resource] - new.amounts[b.resource], self._samples, now.time_s)
+            b.name: b.part(now.amounts[b.resource] - new.amounts[b.resource], self._samples, now.time_s)
             for b in self.budgets
         }
 
@@ -142,7 +141,7 @@ class Spending:
         return {
             "queues": dict(self.queues),
             "reference_s": self.reference_s,
-            "prices_per_hour": (self.price_per_s * _HOUR_S).tolist(),
+            "prices_per_hour": (self.price_per_s * HOUR_S).tolist(),
         }
 
     def load(self, plain: Mapping[str, Any]) -> None:
@@ -151,9 +150,4 @@ class Spending:
             if name in self.queues:
                 self.queues[name] = float(value)
         self.reference_s = float(plain["reference_s"])
-        self.price_per_s[:] = np.array(plain["prices_per_hour"]) / _HOUR_S
-
-
-def _ratio(budget: Budget, amount: float, samples: int, seconds: float) -> float:
-    """Returns an amount as a part of what a batch of so many samples, so long, may take."""
-    return amount / (budget.limit * (seconds / _HOUR_S if budget.per_hour else samples))
+        self.price_per_s[:] = np.array(plain["prices_per_hour"]) / HOUR_S

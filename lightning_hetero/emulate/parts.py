@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
-from lightning_hetero.checked import is_list, mapping, real, whole
+from lightning_hetero.checked import check_fields, count, is_list, mapping, optional, real, whole
 
 T = TypeVar("T")
 
@@ -19,10 +20,6 @@ def as_speeds(name: str, values: Any) -> tuple[float, ...]:
     if not is_list(values) or not values:
         raise ValueError(f"{name}={values!r} must be a list of one or more speeds > 0, e.g. [1.0, 0.5]")
     return tuple(real(f"{name}[{i}]", v, above=True) for i, v in enumerate(values))
-
-
-def _put(target: object, name: str, value: object) -> None:
-    object.__setattr__(target, name, value)  # the dataclasses are frozen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +40,7 @@ class SlowSpells:
     steps: int
 
     def __post_init__(self) -> None:
-        _put(self, "probability", real("SlowSpells.probability", self.probability, most=1.0))
-        _put(self, "factor", real("SlowSpells.factor", self.factor, least=1.0))
-        _put(self, "steps", whole("SlowSpells.steps", self.steps, least=1))
+        check_fields(self, probability=partial(real, most=1.0), factor=partial(real, least=1.0), steps=count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +55,7 @@ class SpeedChange:
     speeds: Sequence[float]
 
     def __post_init__(self) -> None:
-        _put(self, "step", whole("SpeedChange.step", self.step))
-        _put(self, "speeds", as_speeds("SpeedChange.speeds", self.speeds))
+        check_fields(self, step=whole, speeds=as_speeds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +78,7 @@ class Slowdown:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        _put(self, "step", whole("Slowdown.step", self.step))
-        _put(self, "rank", whole("Slowdown.rank", self.rank))
-        _put(self, "factor", real("Slowdown.factor", self.factor, least=1.0))
-        if self.steps is not None:
-            _put(self, "steps", whole("Slowdown.steps", self.steps, least=1))
+        check_fields(self, step=whole, rank=whole, factor=partial(real, least=1.0), steps=optional(count))
 
     def holds(self, rank: int, step: int) -> bool:
         """Returns whether ``rank`` is slowed down at ``step``."""
@@ -116,11 +106,9 @@ class Fault:
     stall_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _put(self, "step", whole("Fault.step", self.step))
-        _put(self, "rank", whole("Fault.rank", self.rank))
+        check_fields(self, step=whole, rank=whole, stall_s=real)
         if self.kind not in _KINDS:
             raise ValueError(f"Fault.kind={self.kind!r} must be one of {', '.join(_KINDS)}")
-        _put(self, "stall_s", real("Fault.stall_s", self.stall_s))
         if (self.stall_s > 0.0) != (self.kind == "stall"):
             raise ValueError(
                 f"Fault.stall_s={self.stall_s!r} does not fit kind={self.kind!r}: a stall needs stall_s > 0"
@@ -152,35 +140,35 @@ def _choose_change(value: Any) -> Callable[..., SpeedChange | Slowdown]:
     return SpeedChange
 
 
-def as_caps(value: Any) -> tuple[int | None, ...] | None:
+def as_caps(name: str, value: Any) -> tuple[int | None, ...] | None:
     """Returns caps by rank from a list, a mapping {rank: samples} or None."""
     if isinstance(value, Mapping):
-        by_rank = {whole("mem_samples rank", r): v for r, v in cast("Mapping[Any, Any]", value).items()}
+        by_rank = {whole(f"{name} rank", r): v for r, v in cast("Mapping[Any, Any]", value).items()}
         value = [by_rank.get(r) for r in range(max(by_rank, default=-1) + 1)]
     if value is not None and not is_list(value):
-        raise TypeError(f"mem_samples={value!r} must be a list by rank, a mapping {{rank: samples}} or None")
+        raise TypeError(f"{name}={value!r} must be a list by rank, a mapping {{rank: samples}} or None")
     if not value or all(v is None for v in value):
         return None
-    return tuple(None if v is None else whole(f"mem_samples[{i}]", v, least=1) for i, v in enumerate(value))
+    return tuple(optional(count)(f"{name}[{i}]", v) for i, v in enumerate(value))
 
 
-def as_spells(value: Any) -> SlowSpells | None:
-    """Returns slow spells from a `SlowSpells`, a mapping of its arguments or None."""
-    return None if value is None else _build(SlowSpells, value, "spells")
+def as_spells(name: str, value: Any) -> SlowSpells:
+    """Returns slow spells from a `SlowSpells`, or a mapping of its arguments."""
+    return _build(SlowSpells, value, name)
 
 
-def as_changes(values: Any) -> tuple[SpeedChange | Slowdown, ...]:
+def as_changes(name: str, values: Any) -> tuple[SpeedChange | Slowdown, ...]:
     """Returns changes in order of their step; those of one step stay in the order given."""
-    return tuple(sorted(_build_all(values, "changes", _choose_change), key=lambda c: c.step))
+    return tuple(sorted(_build_all(values, name, _choose_change), key=lambda c: c.step))
 
 
-def as_faults(values: Any) -> tuple[Fault, ...]:
+def as_faults(name: str, values: Any) -> tuple[Fault, ...]:
     """Returns faults in order of step and rank.
 
     Raises:
         ValueError: two faults of one rank at one step.
     """
-    faults = sorted(_build_all(values, "faults", lambda _: Fault), key=lambda f: (f.step, f.rank))
+    faults = sorted(_build_all(values, name, lambda _: Fault), key=lambda f: (f.step, f.rank))
     if len({(f.step, f.rank) for f in faults}) < len(faults):
-        raise ValueError(f"faults={faults} holds two faults of one rank at one step: keep one of them")
+        raise ValueError(f"{name}={faults} holds two faults of one rank at one step: keep one of them")
     return tuple(faults)

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lightning_hetero.checked import real, whole
+from lightning_hetero.checked import check_fields, optional, real, whole
 from lightning_hetero.emulate.parts import (
     Fault,
     Slowdown,
@@ -79,19 +79,8 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        values = {
-            "speeds": as_speeds("speeds", self.speeds),
-            "sample_s": None if self.sample_s is None else real("sample_s", self.sample_s),
-            "step_s": real("step_s", self.step_s),
-            "jitter": real("jitter", self.jitter),
-            "spells": as_spells(self.spells),
-            "changes": as_changes(self.changes),
-            "faults": as_faults(self.faults),
-            "mem_samples": as_caps(self.mem_samples),
-            "seed": whole("seed", self.seed),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # frozen
+        check_fields(self, speeds=as_speeds, sample_s=optional(real), step_s=real, jitter=real, seed=whole)
+        check_fields(self, spells=optional(as_spells), changes=as_changes, faults=as_faults, mem_samples=as_caps)
         if self.seed >= 2**64:
             raise ValueError(f"seed={self.seed} must be in [0, 2**64)")
 

@@ -188,7 +188,8 @@ class Throttle:
         if self._step is None or self._forward_s is not None:
             return
         self._forward_s = self._spent_s
-        backward_s = self._forward_s * self._backwards_per_forward()
+        forwards_s, backwards_s = self._earlier_s
+        backward_s = self._forward_s * (backwards_s / forwards_s if forwards_s > 0.0 else _BACKWARD_PER_FORWARD)
         self._slept_s = self.pacer.sleep(self._wanted_s(self._forward_s + backward_s) - self._forward_s - backward_s)
 
     def backward_began(self) -> None:
@@ -229,10 +230,6 @@ class Throttle:
         if self.scenario.emulated:
             return self.scenario.work_s(self.rank, self._step, self._samples)
         return real_s * self.scenario.stretch(self.rank, self._step)
-
-    def _backwards_per_forward(self) -> float:
-        forward_s, backward_s = self._earlier_s
-        return backward_s / forward_s if forward_s > 0.0 else _BACKWARD_PER_FORWARD
 
     def _run_faults(self, step: int) -> None:
         # A step that is smaller than the last one is a new run, e.g. another fit.

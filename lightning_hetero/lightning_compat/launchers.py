@@ -86,8 +86,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self.tolerated = set()
             if _done < 0 and hasattr(os, "memfd_create"):
                 _done = os.memfd_create("lightning_hetero_done")
-            with _environment_variable(_PARENT, f"{os.getpid()}:{_done}"):
+            os.environ[_PARENT] = f"{os.getpid()}:{_done}"
+            try:
                 self._call_children_scripts()
+            finally:
+                del os.environ[_PARENT]
             atexit.register(_end_stopped, os.getpid(), self.procs)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         with self._watching_children(), _ending_with_parent(_launches), ending_alone(launched_by_us()):
@@ -128,7 +131,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 if rank in self.tolerated or not proc.returncode:
                     continue
                 left_behind = proc.returncode == LEFT_BEHIND
-                if left_behind or (proc.returncode < 0 and failed_at_s is None and self._tolerates()):
+                if left_behind or (proc.returncode < 0 and failed_at_s is None and would_go_on(self.tolerates)):
                     self.tolerated.add(rank)
                     note_death(rank, proc.returncode)
                 elif failed_at_s is None:
@@ -140,11 +143,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if not left and failed_at_s is None:
                 return
             _wait_for_an_end(left if failed_at_s is None else [], told)
-
-    def _tolerates(self) -> bool:
-        with suppress(Exception):  # asked while the strategy is being torn down
-            return self.tolerates()
-        return False
 
     @staticmethod
     def _kill_all(procs: list[subprocess.Popen]) -> None:
@@ -168,6 +166,13 @@ def _end_stopped(owner: int, procs: list[subprocess.Popen]) -> None:
                 print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
 
 
+def would_go_on(tolerates: Callable[[], bool]) -> bool:
+    """Asks; it may be while the strategy is being torn down."""
+    with suppress(Exception):
+        return tolerates()
+    return False
+
+
 def note_death(local_rank: int, code: int) -> None:
     if code == LEFT_BEHIND:
         _LOG.info("local rank %d was left behind, and has ended", local_rank)
@@ -188,20 +193,6 @@ def _wait_for_an_end(procs: list[subprocess.Popen], told: Connection | None = No
     finally:
         for number in numbers:
             os.close(number)
-
-
-@contextmanager
-def _environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set for children started inside."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hetero.lightning_compat.launchers import GRACE_S, LEFT_BEHIND, ending_alone, note_death
+from lightning_hetero.lightning_compat.launchers import GRACE_S, LEFT_BEHIND, ending_alone, note_death, would_go_on
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import RemoteFailureError
 from lightning_hetero.transport.sockets import process_state
@@ -111,11 +111,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         with suppress(EOFError, OSError):
             while True:
                 question = answers.recv_bytes()
-                try:
-                    tolerates = self.tolerates()
-                except Exception:  # asked while the strategy is being torn down
-                    tolerates = False
-                answers.send_bytes(question + (b"1" if tolerates else b"0"))
+                answers.send_bytes(question + (b"1" if would_go_on(self.tolerates) else b"0"))
 
     def _join(self, processes: Any, questions: Connection) -> None:
         """Waits for all ranks; raises what torch raises for the first failure that is not tolerated."""

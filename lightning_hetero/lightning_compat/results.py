@@ -68,14 +68,9 @@ def batch_results_open(trainer: Trainer) -> bool:
     """Whether values logged now belong to one training batch (and not to an epoch's end)."""
     if not trainer.training:
         return False
-    results = trainer._results
+    results, connector = trainer._results, trainer._logger_connector
     # A hook that skips the rest of an epoch leaves its batch there; the connector knows that the epoch's end has come.
-    return results is not None and results.batch is not None and not _epoch_ends(trainer)
-
-
-def _epoch_ends(trainer: Trainer) -> bool:
-    """Whether values are reduced over the epoch now."""
-    return trainer._logger_connector._first_loop_iter is None
+    return results is not None and results.batch is not None and connector._first_loop_iter is not None
 
 
 def weigh_logs(
@@ -113,12 +108,8 @@ def as_batch(trainer: Trainer, batch: Any, samples: int | None = None) -> Iterat
     """Inside, values logged belong to ``batch``, of so many samples: another one within the same step of the loop."""
     results = trainer._results
     assert results is not None
-    before = results.batch, results.batch_size
-    results.batch, results.batch_size = batch, samples
-    try:
+    with patched(results, "batch", batch), patched(results, "batch_size", samples):
         yield
-    finally:
-        results.batch, results.batch_size = before
 
 
 @contextmanager

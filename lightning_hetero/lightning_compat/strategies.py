@@ -39,12 +39,9 @@ def follow(old: LaunchedStrategy, new: LaunchedStrategy) -> None:
     Raises:
         TypeError, ValueError: ``new`` refuses several devices.
     """
-    new.accelerator = old.accelerator
-    new.parallel_devices = old.parallel_devices
-    new.cluster_environment = old.cluster_environment
-    new.checkpoint_io = old.checkpoint_io
-    new.precision_plugin = old.precision_plugin
-    new.num_nodes = old.num_nodes
+    plugins = "cluster_environment", "checkpoint_io", "precision_plugin"
+    for name in ("accelerator", "parallel_devices", "num_nodes", *plugins):
+        setattr(new, name, getattr(old, name))
     new._layer_sync, new._launcher = old._layer_sync, old._launcher
     new.set_world_ranks()
 

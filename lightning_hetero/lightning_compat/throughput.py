@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.throughput import Throughput
@@ -25,19 +26,16 @@ def count_throughput(trainer: Trainer, trained: Trained) -> Callable[[], None]:
 
     They multiply rank 0's samples by the number of devices, although its part may be larger or smaller than others'.
     """
-    monitors = [c for c in trainer_callbacks(trainer) if isinstance(c, ThroughputMonitor)]
 
-    def start_of(monitor: Any) -> Callable[[Any], None]:
-        def start(trainer: Any) -> None:
-            type(monitor)._start(monitor, trainer)
-            if trainer.training:
-                _AllRanks(monitor._throughputs[RunningStage.TRAINING], trained)
-
-        return start
+    def start(monitor: Any, trainer: Any) -> None:
+        type(monitor)._start(monitor, trainer)
+        if trainer.training:
+            _AllRanks(monitor._throughputs[RunningStage.TRAINING], trained)
 
     undo = ExitStack()
-    for monitor in monitors:
-        undo.callback(replace_methods(monitor, _start=start_of(monitor)))
+    for monitor in trainer_callbacks(trainer):
+        if isinstance(monitor, ThroughputMonitor):
+            undo.callback(replace_methods(monitor, _start=partial(start, monitor)))
     return undo.close
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -195,7 +195,12 @@ class StepProbe:
         device: where the module computes.
         waiting: module types that wait for peers inside forward or backward (e.g. ``SyncBatchNorm``); the
             stopwatch is paused around them, as it is in FSDP's hooks around its modules.
+
+    Attributes:
+        companion: is paused together with this one where its owner says so.
     """
+
+    companion: StepProbe | None = None
 
     def __init__(self, device: HostDevice, *, waiting: Iterable[type[nn.Module]] = ()) -> None:
         self._watch = Stopwatch(device)
@@ -345,6 +350,11 @@ class StepProbe:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside, e.g. a collective of the user's, is no own work but waiting; may be nested."""
+        with nullcontext() if self.companion is None else self.companion.paused(), self._paused():
+            yield
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
         if not (self._running and self._watch.running):
             with self._watch.paused():
                 yield

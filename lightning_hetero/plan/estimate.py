@@ -15,6 +15,9 @@ from lightning_hetero.types import PipelinePlan
 EngineName = Literal["ddp", "balanced", "stale", "pipeline", "sharded"]
 
 
+_NUMBERS = ("step_s", "bound_s", "samples_per_s", "idle", "exchange_s")
+
+
 def strategy_name(engine: str) -> str:
     """Returns an engine's name as the Trainer and the command take it."""
     return engine if engine == "ddp" else f"hetero_{engine}"
@@ -94,11 +97,7 @@ class Estimate:
         return {
             "engine": self.strategy,
             "ok": self.ok,
-            "step_s": finite_or_none(self.step_s),
-            "bound_s": self.bound_s,
-            "samples_per_s": self.samples_per_s,
-            "idle": finite_or_none(self.idle),
-            "exchange_s": self.exchange_s,
+            **{name: finite_or_none(getattr(self, name)) for name in _NUMBERS},
             "money_per_hour": finite_or_none(self.money_per_hour(setup)) if self.ok else None,
             "money_per_million_samples": finite_or_none(self.money_per_million(setup)),
             "devices": [

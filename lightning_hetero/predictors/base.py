@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from inspect import get_annotations
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from lightning_hetero.checked import real
@@ -14,6 +15,10 @@ Memory: TypeAlias = Mapping[str, float | int | list[float]]
 """Names and first values of what `Predictor.update` changes."""
 
 _P = TypeVar("_P", bound="Predictor")  # typing.Self needs Python 3.11
+_Kind = TypeVar("_Kind", bound="type[Predictor]")
+
+NONE_YET: list[float] = []
+"""The first value of a memory that is a list; each predictor gets its own."""
 
 
 class Predictor(ABC):
@@ -145,6 +150,13 @@ class Predictor(ABC):
                 f"{type(self).__name__} has no measurement yet: call update() first, or split equally while "
                 "ready is False"
             )
+
+
+def remembering(kind: _Kind) -> _Kind:
+    """Adds to a class's `MEMORY` what it declares with a first value, as ``rate_s: float = 0.0``."""
+    own = [name for name, of in get_annotations(kind).items() if not str(of).startswith("ClassVar")]
+    kind.MEMORY = {**kind.MEMORY, **{name: vars(kind)[name] for name in own}}
+    return kind
 
 
 def _copied(value: float | int | list[float]) -> float | int | list[float]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import ClassVar
 
-from lightning_hetero.predictors.base import Memory
+from lightning_hetero.predictors.base import NONE_YET, Memory, remembering
 from lightning_hetero.predictors.kalman import FIXED_SHARE, FIXED_SHARE_STD, GATE, Kalman
 from lightning_hetero.solvers.fit import relative_line
 from lightning_hetero.types import AffineCost, LearnedCost, SaturatingCost
@@ -20,6 +19,7 @@ _PROFILE = 0.05  # relative uncertainty of the times of a profile
 _FLOOR_COSTS = 4.0  # a floor must explain the times better by this much, in squared standard deviations
 
 
+@remembering
 class Curve(Kalman):
     """``T(b) = speed * max(floor, fixed + per_sample b)``: a GPU that small batches do not fill (LB-BSP, GPU clusters).
 
@@ -41,19 +41,11 @@ class Curve(Kalman):
     It is for steady devices. Under heavy noise (30 %) the Kalman filter alone decides better.
     """
 
-    MEMORY: ClassVar[Memory] = {
-        **Kalman.MEMORY,
-        "sizes": [],  # remembered, in samples
-        "ratios": [],  # of their times to the speed
-        "vars": [],  # of these, relative
-        "agreed_at": [],  # measurements that agreed
-        "last": 0,  # index of the size that was measured last
-    }
-    sizes: list[float]
-    ratios: list[float]
-    vars: list[float]
-    agreed_at: list[float]
-    last: int
+    sizes: list[float] = NONE_YET  # remembered, in samples
+    ratios: list[float] = NONE_YET  # of their times to the speed
+    vars: list[float] = NONE_YET  # of these, relative
+    agreed_at: list[float] = NONE_YET  # measurements that agreed
+    last: int = 0  # index of the size that was measured last
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
-from lightning_hetero.predictors.base import Memory, Predictor
+from lightning_hetero.predictors.base import Predictor, remembering
 from lightning_hetero.types import AffineCost
 
 _MEMORY_OF_ERROR = 0.1  # weight of the newest squared error in `std_s`: about the last 20 steps
 _FIRST_ERROR = 0.1  # relative; assumed until a second measurement says how far off predictions are
 
 
+@remembering
 class Ewma(Predictor):
     """Smoothed seconds per sample: ``rate <- (1 - weight) * rate + weight * T / b``, ``T(b) = rate * b``.
 
@@ -25,14 +25,9 @@ class Ewma(Predictor):
         ValueError: ``weight`` is outside (0, 1].
     """
 
-    MEMORY: ClassVar[Memory] = {
-        "updates": 0,
-        "rate_s": 0.0,
-        "empty_s": 0.0,  # of the last release, whose checkpoints hold it
-        "error_sq": _FIRST_ERROR**2,
-    }
-    rate_s: float
-    error_sq: float
+    rate_s: float = 0.0
+    empty_s: float = 0.0  # of the last release, whose checkpoints hold it
+    error_sq: float = _FIRST_ERROR**2
 
     def __init__(self, *, weight: float = 0.5) -> None:
         if not 0.0 < weight <= 1.0:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
-from lightning_hetero.predictors.base import Memory, Predictor
+from lightning_hetero.predictors.base import Memory, Predictor, remembering
 from lightning_hetero.types import AffineCost, LearnedCost
 
 FIXED_SHARE = 0.15  # share of alpha in the time, assumed at the first measurement
@@ -20,6 +19,7 @@ _CUSUM_LIMIT = 5.0  # and finds a shift of 2 standard deviations after ~4 (the u
 _NOISE_WEIGHT = 0.03  # weight of the newest squared residual in the noise: about the last 60 steps
 
 
+@remembering
 class Kalman(Predictor):
     """Kalman filter on ``T = alpha + beta * b + noise`` that follows speed changes in two steps.
 
@@ -45,31 +45,17 @@ class Kalman(Predictor):
     and sit on a plateau: halving or doubling one of them hardly changes the mean step time.
     """
 
-    MEMORY: ClassVar[Memory] = {
-        "updates": 0,
-        "unit_s": 1.0,  # alpha, beta and their covariance are in multiples of this time
-        "alpha": 0.0,
-        "beta": 0.0,
-        "var_aa": 0.0,
-        "var_ab": 0.0,
-        "var_bb": 0.0,
-        "noise_sq": 0.0,
-        "agreed": 0,  # measurements within the gate since the start
-        "outlier_side": 0,  # of the last measurement: -1 faster, 0 no outlier, 1 slower
-        "cusum_slow": 0.0,
-        "cusum_fast": 0.0,
-    }
-    unit_s: float
-    alpha: float
-    beta: float
-    var_aa: float
-    var_ab: float
-    var_bb: float
-    noise_sq: float
-    agreed: int
-    outlier_side: int
-    cusum_slow: float
-    cusum_fast: float
+    unit_s: float = 1.0  # alpha, beta and their covariance are in multiples of this time
+    alpha: float = 0.0
+    beta: float = 0.0
+    var_aa: float = 0.0
+    var_ab: float = 0.0
+    var_bb: float = 0.0
+    noise_sq: float = 0.0
+    agreed: int = 0  # measurements within the gate since the start
+    outlier_side: int = 0  # of the last measurement: -1 faster, 0 no outlier, 1 slower
+    cusum_slow: float = 0.0
+    cusum_fast: float = 0.0
 
     def __init__(self) -> None:
         self._cost: AffineCost | None = None  # of what is known now, once it has been asked for

@@ -13,7 +13,7 @@ from operator import mul
 from typing import ClassVar
 
 from lightning_hetero.checked import whole
-from lightning_hetero.predictors.base import Memory
+from lightning_hetero.predictors.base import NONE_YET, remembering
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.types import AffineCost
 
@@ -42,6 +42,7 @@ def _hidden_units(number: int, size: int) -> tuple[tuple[float, ...], ...]:
 _UNITS = _hidden_units(_HIDDEN, 2 + _TIMES + 2 * _LOADS)
 
 
+@remembering
 class Narx(Kalman):
     """The Kalman filter, corrected by a network that has seen what the time does when the load changes.
 
@@ -73,35 +74,19 @@ class Narx(Kalman):
         ValueError: a setting is out of range.
     """
 
-    MEMORY: ClassVar[Memory] = {
-        **Kalman.MEMORY,
-        "factor": 1.0,
-        "level": 1.0,
-        "forecast": 0.0,  # of the next target
-        "learned": 0,  # records
-        "network_error": 0.0,  # running means of |s(time / forecast)|
-        "filter_error": 0.0,
-        "load": [],  # newest, as inputs; empty: not told since the last record
-        "past_times": [],  # targets, newest first
-        "past_loads": [],  # two inputs each, newest first
-        "inputs": [],  # x and h of the forecast; empty: there is none
-        "weights": [],
-        "spread": [],  # covariance of the weights, row by row, in variances of a record
-    }
+    factor: float = 1.0
+    level: float = 1.0
+    forecast: float = 0.0  # of the next target
+    learned: int = 0  # records
+    network_error: float = 0.0  # running means of |s(time / forecast)|
+    filter_error: float = 0.0
+    load: list[float] = NONE_YET  # newest, as inputs; empty: not told since the last record
+    past_times: list[float] = NONE_YET  # targets, newest first
+    past_loads: list[float] = NONE_YET  # two inputs each, newest first
+    inputs: list[float] = NONE_YET  # x and h of the forecast; empty: there is none
+    weights: list[float] = NONE_YET
+    spread: list[float] = NONE_YET  # covariance of the weights, row by row, in variances of a record
     WANTS_LOAD: ClassVar[bool] = True
-
-    factor: float
-    level: float
-    forecast: float
-    learned: int
-    network_error: float
-    filter_error: float
-    load: list[float]
-    past_times: list[float]
-    past_loads: list[float]
-    inputs: list[float]
-    weights: list[float]
-    spread: list[float]
 
     def __init__(self, *, zone: float = 0.1, warm: int = 32, margin: float = 0.05) -> None:
         whole("Narx.warm", warm, least=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median, pvariance
 
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RunStep
@@ -74,13 +74,11 @@ def _line(rank: int, steps: Sequence[RunStep]) -> AffineCost:
     sizes = {n for n, _ in times}
     if max(sizes) >= _APART * min(sizes):
         usual = {size: median(s for n, s in times if n == size) for size in sizes}
-        points = [(n, usual[n]) for n, _ in times]
-        n_mean, s_mean = fmean(n for n, _ in points), fmean(s for _, s in points)
-        spread = math.fsum((n - n_mean) ** 2 for n, _ in points)
-        slope = max(0.0, math.fsum((n - n_mean) * (s - s_mean) for n, s in points) / spread)
-        fixed_s = s_mean - slope * n_mean
+        amounts, usual_s = [n for n, _ in times], [usual[n] for n, _ in times]
+        slope, n_mean = max(0.0, linear_regression(amounts, usual_s).slope), fmean(amounts)
+        fixed_s = fmean(usual_s) - slope * n_mean
         noise_s = math.sqrt(fmean((s - fixed_s - slope * n) ** 2 for n, s in times))
-        if fixed_s > _SURE * noise_s * math.sqrt(1.0 / len(points) + n_mean**2 / spread):
+        if fixed_s > _SURE * noise_s * math.sqrt((1.0 + n_mean**2 / pvariance(amounts)) / len(times)):
             return AffineCost(fixed_s=fixed_s, per_sample_s=slope)
     return AffineCost(fixed_s=0.0, per_sample_s=median(s / n for n, s in times))
 

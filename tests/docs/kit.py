@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_hetero import (
     AutoStrategy,
@@ -27,6 +28,34 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if WRITTEN.isdisjoint(page.parents)),
 ]
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>run|not run: [^>\n]{5,}) -->\n+)?(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<code>.*?)^ *```$",
+    re.M | re.S,
+)
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    info: str
+    mark: str | None
+    code: str
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def name_of(value: Any) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+
+
+def blocks_of(page: Path, text: str) -> Iterator[Block]:
+    for match in FENCE.finditer(text):
+        line = text[: match.start("code")].count("\n") + 1
+        code = inspect.cleandoc(match["code"]) if match["indent"] else match["code"]
+        yield Block(page, line, match["info"], match["mark"], code)
 
 
 def section(page: Path, title: str) -> str:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.docs.kit import DOCS, rows, section
-from tests.docs.test_pages import blocks_of
+from tests.docs.kit import DOCS, blocks_of, rows, section
 
 PAGE = DOCS / "how_to" / "big_model.md"
 TITLE = "How large a model fits"

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import inspect
 import io
 import re
 import shlex
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -31,40 +30,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.cli.summary import comparison_table
 from lightning_hetero.cli.train import check_groups
-from tests.docs.kit import DOCS, PAGES, REFERENCE, ROOT, THEORY
+from tests.docs.kit import DOCS, FENCE, PAGES, REFERENCE, ROOT, THEORY, Block, blocks_of, name_of
 from tests.ranks.harness import run_ranks
 
 FOLDERS = "benchmarks|conf|docs|examples|lightning_hetero|scripts|tests"
-FENCE = re.compile(
-    r"^(?:<!-- (?P<mark>run|not run: [^>\n]{5,}) -->\n+)?(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<code>.*?)^ *```$",
-    re.M | re.S,
-)
-
-
-class Block(NamedTuple):
-    """One fenced block of a page."""
-
-    page: Path
-    line: int
-    info: str
-    mark: str | None
-    code: str
-
-    def __str__(self) -> str:
-        return f"{name_of(self.page)}:{self.line}"
-
-
-def name_of(value: Any) -> str:
-    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
-
-
-def blocks_of(page: Path, text: str) -> Iterator[Block]:
-    for match in FENCE.finditer(text):
-        line = text[: match.start("code")].count("\n") + 1
-        code = inspect.cleandoc(match["code"]) if match["indent"] else match["code"]
-        yield Block(page, line, match["info"], match["mark"], code)
-
-
 def one_line(code: str) -> str:
     """Joins what a backslash continues in the next line."""
     return re.sub(r" *\\\n\s*", " ", code)

@@ -56,7 +56,7 @@ def test_the_printed_end_is_what_the_command_prints() -> None:
     setup, _ = read_setup(given)
     found, changes = answer(setup, given)
     assert found.chosen is not None
-    text = plan_tables(found, changes, to_paste(found.chosen, given))
+    text = plan_tables(found, changes, to_paste(found.chosen, given, []))
     assert text.endswith("\n\n" + block("printed by the second command", "text").rstrip())
 
 

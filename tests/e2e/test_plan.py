@@ -18,10 +18,11 @@ def test_a_module_is_measured_and_planned_for_a_cluster(tmp_path: Path) -> None:
     done = run(command, tmp_path, timeout_s=120.0)
     assert done.returncode == 0, done.stderr
     assert "DigitsCNN measured here, as 9 layers" in done.stdout
+    assert "\nlightning-hetero-train model=digits data=digits cluster=two_fast_two_slow emulation=two" in done.stdout
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["global_batch"] == 64 and len(found["estimates"]) == 4 and found["engine"] in found["verdict"]
     able = [estimate for estimate in found["estimates"] if estimate["ok"]]
-    assert all("trainer = Trainer(devices=4" in e["python"] for e in able)
+    assert all(e["python"] and e["command"].startswith("lightning-hetero-train ") for e in able)
     assert [change["title"] for change in found["what_if"]][-1] == "2 x the batch (128 samples)"
     assert all(d["memory_bytes"] > 0 for e in found["estimates"] for d in e["devices"] if d["work_s"] > 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json"] and left_in(tmp_path) == []

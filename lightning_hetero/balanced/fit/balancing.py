@@ -39,6 +39,7 @@ from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import check_sample_costs
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.measure.step_clock import StepProbe
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
@@ -119,6 +120,10 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         super().setup(trainer)
         if self._run is not None:
             self._run.attach(self.model)
+
+    def pause_too(self, probe: StepProbe) -> None:
+        if self._run is not None:
+            self._run.probe.companion = probe
 
     def idle_on_one_device(self) -> dict[str, Any]:
         upper = self.settings.bounds.upper

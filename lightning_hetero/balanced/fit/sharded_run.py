@@ -16,6 +16,8 @@ from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.sharded_recovery import ShardedRecovery
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses
 
+_AGREED = 50  # with so many divisions ranks have done the same: parts that differ in every step do not ask for ever
+
 
 class ShardedRun(BalancedRun):
     """As `BalancedRun`, where each layer's parameters are gathered and its gradients scattered among the ranks."""
@@ -35,7 +37,7 @@ class ShardedRun(BalancedRun):
     def step_begins(self) -> None:
         """A training step begins: for the first time with these shares the ranks agree on each collective."""
         self.probe.start()  # the module itself may not be called, but what it shards
-        if self.part is not None and self.part.shares not in self._agreed:
+        if self.part is not None and self.part.shares not in self._agreed and len(self._agreed) < _AGREED:
             self._agreed.add(self.part.shares)
             self._passes.agree_with(self._agree)
 

@@ -34,7 +34,8 @@ class LocalSteps:
         measured: samples, local steps and seconds since the last decision, of steps whose time is believed.
         wait_s: how long this rank waited when the ranks met last.
         compiles: says whether something was compiled in a step.
-        watch: times own work.
+        watch: of own work; resumed where this rank begins to draw a batch and to train on it, and paused around a
+            collective that user code asks for.
     """
 
     def __init__(
@@ -56,10 +57,6 @@ class LocalSteps:
     def counts_nothing(self) -> bool:
         """Whether the batch that runs is there only so that this rank logs what the others do."""
         return self.samples == 0
-
-    def begin(self) -> None:
-        """This rank begins to draw a batch and to train on it."""
-        self.watch.resume()
 
     def count(self, batch: Any) -> None:
         """Adds what the batch counts in the next average."""

@@ -257,7 +257,7 @@ class Rounds:
         self.binder.count(sum(size for rank, size, steps in there if rank in course.chosen and course.step < steps))
         trains = self._members.rank in course.chosen and course.trains(plan)
         if trains:
-            self._steps.begin()
+            self._steps.watch.resume()
         return trains
 
     def _passes_over(self, course: Course) -> bool:

@@ -54,7 +54,8 @@ class PipeCost:
     def __init__(self, problem: ProblemArrays, pipe: Pipe) -> None:
         self._problem, self._pipe = problem, pipe
         cuts, ranks = np.array(pipe.cuts), np.array(pipe.ranks)
-        stages = _steps(problem.work_s[:, cuts]) / problem.speeds[ranks]
+        work_s = problem.work_s[:, cuts]
+        stages = (work_s[:, 1:] - work_s[:, :-1]) / problem.speeds[ranks]
         stages[:, 0] += problem.outside_s / problem.speeds[ranks[0]]
         trips, lines = np.zeros_like(stages), stages
         if len(ranks) > 1:
@@ -208,11 +209,6 @@ class PipeCost:
                 return [(per_s, at_zero) for per_s, at_zero, _ in kept]
             for size in guessed:
                 known[size] = self.stretch(size, max(2, -(-part // size)))
-
-
-def _steps(sums: Floats) -> Floats:
-    """Returns the differences along the last axis: `np.diff` at half the price."""
-    return sums[..., 1:] - sums[..., :-1]
 
 
 def _highest(lines: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:

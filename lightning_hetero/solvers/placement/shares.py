@@ -40,7 +40,7 @@ def _level(costs: Sequence[PipeCost], samples: int) -> float:
     Newton's method in a bracket: what is done is a sum of few straight pieces for each pipeline, nearly convex.
     """
     low_s, high_s = 0.0, max([cost.first_s for cost in costs])
-    while done(costs, high_s) < samples:
+    while _pace(costs, high_s)[0] < samples:
         low_s, high_s = high_s, 2.0 * high_s
         if not 0.0 < high_s < math.inf:
             return math.inf
@@ -68,11 +68,6 @@ def _pace(costs: Sequence[PipeCost], deadline_s: float) -> tuple[float, float]:
         else:
             total += 1.0
     return total, per_s
-
-
-def done(costs: Sequence[PipeCost], deadline_s: float) -> float:
-    """Returns how many samples are done by the deadline, fractions of micro-batches counted, one at least of each."""
-    return _pace(costs, deadline_s)[0]
 
 
 def share(costs: Sequence[PipeCost], samples: int) -> tuple[list[int], float]:

@@ -41,8 +41,10 @@ def best_found(problem: Problem, most_groups: int, *, budget: int | None = None)
     objective, n = BatchTime(problem), problem.n_devices
     most_groups = min(most_groups, problem.samples)
     few = n <= _FEW
-    drafts = Drafts(problem, first_size(problem, min(n, 4)))
-    far_s = _nearness(problem, first_size(problem, min(n, 4)))
+    size = first_size(problem, min(n, 4))
+    drafts = Drafts(problem, size)
+    one_way_s: Floats = problem.latency_s + size * float(problem.one.cut_sizes.mean()) * problem.per_byte_s
+    far_s: Floats = one_way_s + np.transpose(one_way_s)  # the round trip of a typical message between any two [s]
     starts: dict[Pipes, float] = {}
     for groups in _all_groupings(n, most_groups) if few else _some_groupings(problem, far_s, most_groups):
         pipes = _pipes(problem, drafts, groups, far_s)
@@ -151,12 +153,6 @@ def _pieces(chain: Sequence[int], by: Floats, n: int) -> Groups:
 def _fastest(problem: Problem, ranks: Sequence[int], n: int) -> list[int]:
     """Returns the n fastest, of equal ones those with most memory, then of lowest rank."""
     return sorted(ranks, key=lambda r: (-problem.speeds[r], -problem.caps[r], r))[:n]
-
-
-def _nearness(problem: Problem, size: int) -> Floats:
-    """Returns the round trip of a typical message of ``size`` samples between any two devices [D, D] [s]."""
-    one_way: Floats = problem.latency_s + size * float(problem.one.cut_sizes.mean()) * problem.per_byte_s
-    return one_way + np.transpose(one_way)
 
 
 def _nearest_chain(problem: Problem, ranks: Sequence[int], far_s: Floats) -> tuple[int, ...]:

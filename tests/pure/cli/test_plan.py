@@ -32,10 +32,10 @@ def test_a_formula_on_a_described_cluster() -> None:
         "without rank 3 (quarter)", "without rank 2 (half)", "without rank 1 (fast:1)", "2 x the batch (32 samples)",
     ]  # fmt: skip
     assert found.chosen is not None
-    paste = to_paste(found.chosen, given)
+    paste = to_paste(found.chosen, given, ["cluster=two_fast_two_slow"])
     text = plan_tables(found, changes, paste)
     assert all(engine in text for engine in ("ddp", "balanced", "pipeline", "stale")) and "per 1M samples" in text
-    assert text.endswith(str(paste))
+    assert text.endswith(str(paste["python"])) and paste["command"] is None  # the module is not here
     assert f"{found.verdict}\nNot counted: data loading" in text and "rank 3 (quarter): " in text
     assert re.search(r"^unchanged +\w+ .* 1\.00x", text, flags=re.M)
 

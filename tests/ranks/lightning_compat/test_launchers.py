@@ -208,40 +208,39 @@ def test_the_watch_ends_with_what_was_launched(fails: bool, own_death: None, mon
 PARENT_DIES = """
 import os, signal, sys, time
 from lightning_hetero.lightning_compat import launchers as launcher
-from lightning_hetero.lightning_compat.launchers import _PARENT, _ending_with_parent, _environment_variable
+from lightning_hetero.lightning_compat.launchers import _PARENT, _ending_with_parent
 launcher.GRACE_S = 0.5
 done = os.memfd_create("done")
 os.pwrite(done, (1).to_bytes(8, "little"), 0)
-with _environment_variable(_PARENT, f"{os.getpid()}:{done}"):
-    os.environ["LOCAL_RANK"] = "1"
-    if os.fork() == 0:
-        with _ending_with_parent(2):
-            open("inside", "w").close()
-            time.sleep(60)
-    os.environ["LOCAL_RANK"] = "4"
-    if os.fork() == 0:
-        reads, writes = os.pipe()
-        os.close(reads)
-        sys.stderr = open(writes, "w")  # a screen that has gone with rank 0
-        with _ending_with_parent(2):
-            open("inside again", "w").close()
-            time.sleep(60)
-    os.environ["LOCAL_RANK"] = "2"
-    if os.fork() == 0:
-        with _ending_with_parent(2):
-            open("inside too", "w").close()
-            while os.getppid() != 1 and not os.path.exists("dead"): time.sleep(.01)
-        time.sleep(1)  # finished in time; what comes after is its own business
-        open("finished", "w").close()
-        os._exit(0)
-    os.environ["LOCAL_RANK"] = "3"
-    if os.fork() == 0:
-        with _ending_with_parent(1):  # of which rank 0 has come to the end
-            open("inside as well", "w").close()
-            time.sleep(2)
-        open("finished as well", "w").close()
-        os._exit(0)
-assert _PARENT not in os.environ
+os.environ[_PARENT] = f"{os.getpid()}:{done}"
+os.environ["LOCAL_RANK"] = "1"
+if os.fork() == 0:
+    with _ending_with_parent(2):
+        open("inside", "w").close()
+        time.sleep(60)
+os.environ["LOCAL_RANK"] = "4"
+if os.fork() == 0:
+    reads, writes = os.pipe()
+    os.close(reads)
+    sys.stderr = open(writes, "w")  # a screen that has gone with rank 0
+    with _ending_with_parent(2):
+        open("inside again", "w").close()
+        time.sleep(60)
+os.environ["LOCAL_RANK"] = "2"
+if os.fork() == 0:
+    with _ending_with_parent(2):
+        open("inside too", "w").close()
+        while os.getppid() != 1 and not os.path.exists("dead"): time.sleep(.01)
+    time.sleep(1)  # finished in time; what comes after is its own business
+    open("finished", "w").close()
+    os._exit(0)
+os.environ["LOCAL_RANK"] = "3"
+if os.fork() == 0:
+    with _ending_with_parent(1):  # of which rank 0 has come to the end
+        open("inside as well", "w").close()
+        time.sleep(2)
+    open("finished as well", "w").close()
+    os._exit(0)
 while not all(map(os.path.exists, ("inside", "inside too", "inside as well", "inside again"))): time.sleep(.01)
 open("dead", "w").close()
 os.kill(os.getpid(), signal.SIGKILL)
