@@ -26,6 +26,15 @@ from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Pa
 from lightning_hetero.stale.decide.intervals import head
 
 
+def wants_return(coordinator: Coordinator, assignment: int) -> bool:
+    """Whether a worker should push what it has of this assignment now: its version is too far behind."""
+    threshold = coordinator.policy.threshold_for(len(coordinator.workers.crew))
+    if threshold is None:
+        return False
+    version, valid = coordinator.version, [worker.valid for worker in coordinator.workers]
+    return any(v is not None and v.number == assignment and version - v.base >= threshold for v in valid)
+
+
 class ChunkTime(Protocol):
     """Seconds a worker computes on a chunk."""
 
@@ -194,7 +203,7 @@ class _Simulation:
         assigned = worker.assigned
         assert assigned is not None
         worker.computed += min(assigned.micro, assigned.samples - worker.computed)
-        if worker.computed >= assigned.samples or self.coordinator.wants_return(assigned.assignment):
+        if worker.computed >= assigned.samples or wants_return(self.coordinator, assigned.assignment):
             self.at(self.now_s + self.costs.push_s, rank, "push")
         else:
             self.compute_micro(rank, self.now_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_hetero.cluster.engine_times import ddp_s, would_take_s
+from lightning_hetero.cluster.engine_times import would_take_s
 from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.types import SpeedSample
@@ -75,12 +75,9 @@ def last_lines(ledger: RunLedger, *, sharded: bool = False) -> str:
     if ledger.too_few:
         return f"{waited} {ledger.too_few}."
     try:
-        costs = costs_of(ledger)
-        found, step_s = would_take_s(costs, batch), ledger.step_s
+        found, step_s = would_take_s(costs_of(ledger), batch), ledger.step_s
     except ValueError:  # a rank has no samples, or there are too few to share
         return waited
-    slowest = costs.slowest_first(batch)[0]
-    without = costs.of_ranks([rank for rank in range(ranks) if rank != slowest])
 
     def told(seconds: float) -> str:
         ratio = step_s / seconds
@@ -88,9 +85,4 @@ def last_lines(ledger: RunLedger, *, sharded: bool = False) -> str:
 
     took = f"{waited} A step took {step_s * 1e3:.1f} ms.\nIf work grows with samples, it would take about"
     balanced = f"{took} {told(found['balanced'])} with strategy='hetero_{'sharded' if sharded else 'balanced'}'"
-    if sharded:
-        return f"{balanced}."
-    return (
-        f"{balanced}, {told(found['stale'])} with 'hetero_stale', and {told(ddp_s(without, batch))} with DDP without"
-        f" rank {slowest}, the slowest."
-    )
+    return f"{balanced}." if sharded else f"{balanced}, and {told(found['stale'])} with 'hetero_stale'."

@@ -36,17 +36,6 @@ class RecordedCosts:
     slowness: tuple[tuple[float, ...], ...]
     rest_s: float
 
-    def slowest_first(self, batch: int) -> list[int]:
-        """Returns the ranks in order of their mean time for an equal share of a batch."""
-        each = batch / len(self.lines)
-        typical_s = [line.seconds(each) * fmean(self.slowness[rank]) for rank, line in enumerate(self.lines)]
-        return sorted(range(len(typical_s)), key=lambda rank: -typical_s[rank])
-
-    def of_ranks(self, ranks: Sequence[int]) -> RecordedCosts:
-        """Returns the costs of some of the ranks."""
-        lines, slowness = tuple(self.lines[r] for r in ranks), tuple(self.slowness[r] for r in ranks)
-        return RecordedCosts(lines=lines, slowness=slowness, rest_s=self.rest_s)
-
 
 def costs_of(ledger: RunLedger) -> RecordedCosts:
     """Returns what steps of a run cost.

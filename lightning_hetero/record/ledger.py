@@ -121,11 +121,6 @@ class RunLedger:
         return _part(self.total.exchange_s, self.total)
 
     @property
-    def idle(self) -> float:
-        """Part of all ranks' time in steps that is not own work."""
-        return _part(self.total.total_s - self.total.compute_s, self.total)
-
-    @property
     def caused(self) -> tuple[int, float]:
         """The rank for which most was waited, and its part of all waiting; (-1, 0): nobody waited."""
         total_s = math.fsum(self.caused_s.values())
@@ -238,8 +233,8 @@ def waited_in(spent: Iterable[Mapping[int, Spent]]) -> float:
 
 
 def idle_in(records: Sequence[SpeedSample]) -> float:
-    """Returns the part of the ranks' time that is not their own work, as `RunLedger.idle`, of ranks that do not end a
-    step together, or have bubbles; NaN if nothing was measured."""
+    """Returns the part of the ranks' time that is not their own work, of ranks that do not end a step
+    together, or have bubbles; NaN if nothing was measured."""
     work_s, wait_s = math.fsum(r.compute_s for r in records), math.fsum(r.wait_s for r in records)
     return wait_s / (work_s + wait_s) if work_s > 0.0 else math.nan
 

@@ -27,7 +27,7 @@ M = TypeVar("M", bound="_Message")
 class Ask(IntEnum):
     """What a worker wants."""
 
-    EPOCH = 1  # begin an epoch; payload: ends of its global steps in samples
+    EPOCH = 1  # begin an epoch at `global step`; payload: how many ends, these (samples), spans that are applied, flat
     CLAIM = 2  # work for `global step`
     PUSH = 3  # the slot holds the gradients of `assignment`; if FINAL also a claim for the same global step
     MEET = 5  # answered when every live worker has asked for it with the same `global step` (a meeting number) and text
@@ -63,7 +63,7 @@ class _Message:
         kind: what it is.
         epoch, global_step: where the sender is; of a meeting, its number.
         lease: the grant it is about.
-        flags: bits, see `PushFlag` and `ReplyFlag`.
+        flags: bits, see `PushFlag` and `ReplyFlag`; of a meeting 1: what was done since the last one has not worked.
         numbers: 64-bit integers, e.g. the ends of global steps, or flat spans.
         text: words for people, or JSON.
     """

@@ -31,15 +31,6 @@ class ReplyFlag(IntFlag):
     MEASURES = 2
 
 
-class MeetFlag(IntFlag):
-    """Bits of `Request.flags` and `Reply.flags` of a meeting.
-
-    UNSOUND: what was done since the last meeting has not worked here; in the answer, not for all.
-    """
-
-    UNSOUND = 1
-
-
 class Word:
     """What a global step did, in one integer: the number of optimizer steps, and whether an overflow skipped them.
 

@@ -299,7 +299,7 @@ class Listener:
             raise sockets.WireError(f"rank {rank} is not one of {sorted(peer.welcome)}, who come this way")
         if (old := self._workers.get(rank)) is not None:
             self._drain(old)  # its end may wait to be noticed
-            if old in self._peers and not old.has_ended():
+            if old in self._peers and not sockets.has_ended(old.pid, wait_s=0.0):
                 raise sockets.WireError(f"rank {rank} is connected already, from process {old.pid or 'elsewhere'}")
             self._drop(old, f"its process {old.pid} has ended")
         peer.rank = rank

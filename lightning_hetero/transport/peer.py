@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import socket
 import threading
 from collections.abc import Callable
@@ -155,14 +154,6 @@ class Peer:
             self._thread.join(max(0.0, most_s))
 
     # ---- the end ------------------------------------------------------------------------------------------
-
-    def has_ended(self) -> bool:
-        """Whether its process has ended, as far as that is known."""
-        if self.pidfd is None:
-            return False
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.pidfd, selectors.EVENT_READ)
-            return bool(selector.select(0))
 
     def close(self) -> None:
         """Ends the connection, and the thread that works on it."""

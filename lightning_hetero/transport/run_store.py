@@ -18,11 +18,11 @@ from torch.distributed import HashStore, Store
 
 from lightning_hetero.transport.aside import Aside
 from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.transport.sockets import FOREVER
 from lightning_hetero.transport.store import host_store, reach_store
 
 T = TypeVar("T")
 _DIGEST = "sha256"
-_FOREVER = timedelta(days=365)
 _SIGN_BYTES = 64  # of hexadecimal digits
 
 
@@ -82,7 +82,7 @@ class SignedStore:
 
     def wait(self, key: str) -> None:
         """Returns when somebody of the run says that, however long it takes."""
-        self._store.wait([f"{key}/{self._sign(key, '')}"], _FOREVER)
+        self._store.wait([f"{key}/{self._sign(key, '')}"], FOREVER)
 
     def _sign(self, key: str, value: str) -> str:
         return hmac.new(self._secret, f"{key}\n{value}".encode(), _DIGEST).hexdigest()

@@ -24,9 +24,7 @@ class SideChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rebind(group)
 
     def rebind(self, group: dist.ProcessGroup) -> None:
         """Goes on with another group, whose ranks may be fewer; the old one is broken and is not waited for."""

@@ -123,7 +123,7 @@ MEASURES = Measures(
         updates=1, staleness=Counter({0: 6, 1: 2}), hold_s={0: 0.1}, apply_s=0.1, longest_queue=1,
         samples=Counter({0: 4, 1: 4}),
     ),
-    epoch=0, global_step=1, version_gap=0, shares=(4, 4), predicted_s=(0.1, 0.1), equal_s=(0.1, 0.1),
+    epoch=0, global_step=1, version_gap=0, shares=(4, 4), predicted_s=(0.1, 0.1),
 )  # fmt: skip
 
 

@@ -142,11 +142,10 @@ class Admission:
         alive = tuple(sorted({*members.alive, *asking}))
         speaks = members.is_lowest  # now: a joining rank may be lower, and knows nothing of this
         if speaks:
-            store = self._store.reached()
             invitation = Invitation(
                 checkpoint=self._checkpoint, generation=self._generation, members=alive,
                 nodes=tuple(members.nodes.items()), meetings=self._meetings.place.meetings,
-                address=asdict(self._meetings.place.address), store=None if store is None else asdict(store),
+                address=asdict(self._meetings.place.address), store=self._store.reached(),
             )  # fmt: skip
             for rank in asking:
                 self._invitations.append(f"{self._checkpoint}.{rank}")

@@ -6,36 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch.distributed as dist
-
-
-class Beats:
-    """Notices who has stopped to beat.
-
-    Args:
-        read: gives what a rank has counted; empty before it has begun.
-    """
-
-    def __init__(self, read: Callable[[int], bytes]) -> None:
-        self._read = read
-        self._seen: dict[int, tuple[bytes, float]] = {}  # the last one, and when it was seen first [s]
-
-    def silent(self, ranks: Iterable[int], now_s: float, *, for_s: float) -> list[int]:
-        """Returns who has not been heard of for ``for_s``, at least since this was asked first of it [s]."""
-        found: list[int] = []
-        for rank in ranks:
-            beat = self._read(rank)
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, now_s
-            elif now_s - self._seen[rank][1] > for_s:
-                found.append(rank)
-        return found
-
-    def forget(self, rank: int) -> None:
-        """A rank begins again."""
-        self._seen.pop(rank, None)
 
 
 class Coming:

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from lightning_hetero.base.elastic.coming import Beats, Coming
+from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.run_store import StoreAddress
@@ -76,7 +76,7 @@ class Invitation:
         nodes: (rank, node) of those whose node is known.
         meetings: how many meetings the members have had.
         address: ``host`` and ``port`` of the store where the members meet now, and what else the engine's place has.
-        store: of `StoreAddress`, of the run's store; None: who held it has died.
+        store: of the run; None: who held it has died.
     """
 
     checkpoint: str
@@ -85,12 +85,7 @@ class Invitation:
     nodes: tuple[tuple[int, int], ...]
     meetings: int
     address: Mapping[str, Any] = field(repr=False)  # with tokens
-    store: Mapping[str, Any] | None = field(default=None, repr=False)
-
-    @property
-    def run_store(self) -> StoreAddress | None:
-        """Where the run's store is."""
-        return None if self.store is None else StoreAddress(**self.store)
+    store: StoreAddress | None = field(default=None, repr=False)
 
     def write(self, path: str, asked: str) -> None:
         """Puts it into a new file that only this user can read.
@@ -131,11 +126,14 @@ class Invitation:
         return cls._of(**said["invitation"])
 
     @classmethod
-    def _of(cls, *, checkpoint: str, members: list[int], nodes: list[Any], **said: Any) -> Invitation:
+    def _of(
+        cls, *, checkpoint: str, members: list[int], nodes: list[Any], store: dict[str, Any] | None, **said: Any
+    ) -> Invitation:
         if not os.path.isabs(checkpoint):
             raise PermissionError(f"the invitation is not believed: {checkpoint!r} is no file on this machine")
         return cls(
-            checkpoint=checkpoint, members=tuple(members), nodes=tuple((rank, node) for rank, node in nodes), **said
+            checkpoint=checkpoint, members=tuple(members), nodes=tuple((rank, node) for rank, node in nodes),
+            store=None if store is None else StoreAddress(**store), **said,
         )
 
 
@@ -168,7 +166,7 @@ class JoinRequests:
         self._environment = environment
         self._announced: BoundedStore | None = None
         self._store: BoundedStore | None = None
-        self._beats = Beats(self._beat_of)
+        self._beats: dict[int, tuple[bytes, float]] = {}  # the last one, and when it was seen first [s]
 
     def announce(self) -> None:
         """Says that a run is under way to whoever comes to where the ranks met at first: in torch's own store."""
@@ -246,7 +244,7 @@ class JoinRequests:
         invitation.write(path, store.get(asks).decode() if store.check([asks]) else "")
         store.delete_key(asks)
         store.delete_key(f"{_BEATS}/{rank}")
-        self._beats.forget(rank)
+        self._beats.pop(rank, None)
         store.set(f"{_INVITED}/{rank}", path)
 
     def silent(self, ranks: Collection[int], *, for_s: float = _ANSWER_S) -> list[int]:
@@ -256,13 +254,14 @@ class JoinRequests:
             RuntimeError: the store has gone.
         """
         assert self._store is not None
-        again = {rank for rank in ranks if self._store.check([f"{_ASKS}/{rank}"])}  # so it came to nothing before
-        return sorted(again | {*self._beats.silent(ranks, awake_s(), for_s=for_s)})
-
-    def _beat_of(self, rank: int) -> bytes:
-        assert self._store is not None
-        key = f"{_BEATS}/{rank}"
-        return self._store.get(key) if self._store.check([key]) else b""
+        found = {rank for rank in ranks if self._store.check([f"{_ASKS}/{rank}"])}  # so it came to nothing before
+        for rank in ranks:
+            beat = self._store.get(key) if self._store.check([key := f"{_BEATS}/{rank}"]) else b""
+            if rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = beat, awake_s()
+            elif awake_s() - self._beats[rank][1] > for_s:
+                found.add(rank)
+        return sorted(found)
 
     def close(self, ranks: Sequence[int]) -> None:
         """The run ends: takes the announcement away and sends home who still waits; idempotent."""
@@ -278,17 +277,12 @@ class JoinRequests:
 
 
 class JoiningRank:
-    """The side of a rank that finds a run under way.
-
-    Attributes:
-        invitation: once `wait` has returned.
-    """
+    """The side of a rank that finds a run under way."""
 
     def __init__(self, environment: ClusterEnvironment, rank: int) -> None:
         self._environment, self._rank = environment, rank
         self._asked = secrets.token_hex(16)
         self._trains = threading.Event()
-        self.invitation: Invitation | None = None
 
     @classmethod
     def find(cls, environment: ClusterEnvironment, rank: int) -> JoiningRank | None:
@@ -369,8 +363,7 @@ class JoiningRank:
                 f"the run that rank {self._rank} wanted to join ended before it was let in; start all ranks to"
                 " train on"
             )
-        self.invitation = Invitation.read(path, self._asked)
-        return self.invitation
+        return Invitation.read(path, self._asked)
 
     def _ask(self, store: BoundedStore) -> str:
         """Asks until there is an answer: where the invitation is, "" if the run has ended.

@@ -55,7 +55,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         shared, self.members = strategy.shared, strategy.members
         settings.check(shared)
         agreed = settings.agreed(shared, strategy.agreed) if invitation is None else None
-        store = None if invitation is None else invitation.run_store
+        store = None if invitation is None else invitation.store
         timeout = strategy.timeout
         if settings.min_clients is not None:  # of some that have just met
             timeout = min(timeout or timedelta(minutes=30), timedelta(seconds=max(COLLECTIVE_S, settings.liveness_s)))

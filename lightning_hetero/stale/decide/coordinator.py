@@ -29,6 +29,8 @@ from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.decide.speeds import Speeds
 from lightning_hetero.stale.decide.workers import Assignment, HeldClaim, Workers, WorkerState
 
+_STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
+
 
 class Coordinator(Dispatch):
     """See the module. Times are of any one monotonic clock [s].
@@ -107,7 +109,6 @@ class Coordinator(Dispatch):
         effects: list[Effect] = [Passed(rank=w.rank, global_step=last) for w in self.workers if w.held is not None]
         self.workers.begin(now)
         self._books = books
-        self._step.interrupt()
         return effects
 
     def claim(self, rank: int, global_step: int, now: float) -> list[Effect]:
@@ -243,14 +244,6 @@ class Coordinator(Dispatch):
 
     # --- questions --------------------------------------------------------------------------------------------
 
-    def wants_return(self, assignment: int) -> bool:
-        """Whether the worker should push what it has of this assignment now: its version is too far behind."""
-        threshold = self.policy.threshold_for(len(self.workers.crew))
-        if threshold is None:
-            return False
-        valid = (worker.valid for worker in self.workers)
-        return any(v is not None and v.number == assignment and self.version - v.base >= threshold for v in valid)
-
     def assignment(self, rank: int, number: int) -> Assignment | None:
         """Returns what a worker computes on in this epoch, valid or not, if that has this number; else None."""
         worker = self.workers.get(rank)
@@ -275,7 +268,7 @@ class Coordinator(Dispatch):
             "tick": self.global_step,
             "applied": self._books.applied(),
             "substeps": self.ledger.substeps(),
-            "step_s": self._step.smoothed_s,
+            "step_s": self._step_s,
             "speeds": self.speeds.state_dict(),
         }
 
@@ -283,7 +276,7 @@ class Coordinator(Dispatch):
         """Takes over version and speeds; `begin` with the state's ``applied`` and ``global step`` resumes its epoch."""
         self.version = int(state["version"])
         self._resumed = {int(state.get("epoch", -1)): state.get("substeps", {})}
-        self._step.smoothed_s = float(state["step_s"])
+        self._step_s = float(state["step_s"])
         self.speeds.load_state_dict(state["speeds"])
 
     # --- bookkeeping ------------------------------------------------------------------------------------------
@@ -311,9 +304,12 @@ class Coordinator(Dispatch):
         self.version += 1
         contributions = self._books.empty()
         if verdict.ends_step:
+            if self.global_step > self._books.opening:  # an epoch's first one does not begin with the end of another
+                took_s, known_s = now - self._books.began_s, self._step_s
+                # Clipped: a validation in between is no step.
+                self._step_s = known_s + _STEP_WEIGHT * (min(took_s, 2.0 * known_s) - known_s) if known_s else took_s
             self._books.advance(now)
             self.workers.begin_step()
-            self._step.ended(now)
         updated = Updated(
             version=self.version, global_step=self.global_step, samples=pool.samples, contributions=contributions,
             worth=verdict.worth, ends_step=verdict.ends_step,

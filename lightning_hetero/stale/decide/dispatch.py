@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from lightning_hetero.stale.decide.effects import Assigned, Effect, Passed, Span
 from lightning_hetero.stale.decide.epoch import Epoch
 from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
-from lightning_hetero.stale.decide.speeds import StepTime
 from lightning_hetero.stale.decide.workers import Assignment, HeldClaim, Workers, WorkerState, expected_in_s
 
 
@@ -37,7 +36,7 @@ class Dispatch:
     def __init__(self, policy: Policy, workers: Workers, *, ahead: int) -> None:
         self.policy, self.workers, self.version = policy, workers, 0
         self._books = Epoch(-1, ())  # of the present epoch
-        self._step, self._ahead = StepTime(), ahead
+        self._step_s, self._ahead = 0.0, ahead  # smoothed time of a global step [s]; 0 before there are any
 
     # ---- shares and slices of batches -------------------------------------------------------------------------
 
@@ -183,5 +182,5 @@ class Dispatch:
             workers=len(clocks), batch=books.batch, need=books.need, share=self._share(worker.rank),
             witnessed=books.witnessed, due=self.workers.due(step, now), reserved=tuple(reserved),
             lead=worker.clock - min(clocks, default=worker.clock),
-            step_s=self._step.smoothed_s or self._predicted_step_s(), cost=speeds.cost(worker.rank),
+            step_s=self._step_s or self._predicted_step_s(), cost=speeds.cost(worker.rank),
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -106,7 +106,6 @@ class Measures:
         version_gap: versions the oldest work under way is behind.
         shares: per rank, from 0 on, samples of the present batch.
         predicted_s: time for them [s]; NaN where unknown.
-        equal_s: time for an equal part [s]; NaN where unknown.
     """
 
     counts: Counts
@@ -115,22 +114,16 @@ class Measures:
     version_gap: int
     shares: tuple[int, ...]
     predicted_s: tuple[float, ...]
-    equal_s: tuple[float, ...]
 
     @classmethod
     def take(cls, counts: Counts, coordinator: Coordinator) -> Measures:
         """Returns what is known at this moment."""
         shares, live, version = coordinator.shares(), coordinator.live, coordinator.version
-        part = -(-sum(shares) // max(1, len(live)))
-
-        def seconds(samples: Iterable[int]) -> tuple[float, ...]:
-            predict_s = coordinator.speeds.predict_s
-            return tuple(predict_s(rank, n) if rank in live else math.nan for rank, n in enumerate(samples))
-
+        predict_s = coordinator.speeds.predict_s
         return cls(
             counts=counts, epoch=coordinator.epoch, global_step=coordinator.global_step,
             version_gap=version - min(coordinator.bases(), default=version), shares=shares,
-            predicted_s=seconds(shares), equal_s=seconds([part] * len(shares)),
+            predicted_s=tuple(predict_s(rank, n) if rank in live else math.nan for rank, n in enumerate(shares)),
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,8 +134,7 @@ class Measures:
     def of(cls, plain: Mapping[str, Any]) -> Measures:
         """Returns the measures that `as_dict` wrote, also from JSON; raises KeyError if one is missing."""
         values: dict[str, Any] = {name: plain[name] for name in cls.__slots__}
-        for name in ("shares", "predicted_s", "equal_s"):
-            values[name] = tuple(values[name])
+        values |= {name: tuple(plain[name]) for name in ("shares", "predicted_s")}
         values["counts"] = Counts.of(plain["counts"])
         return cls(**values)
 
@@ -208,23 +200,17 @@ def engine_metrics(measures: Measures, ranks: int) -> dict[str, float]:
 
 
 def summary(measures: Measures, ranks: int) -> str | None:
-    """Returns one line on who did how much, how stale it was, and what equal parts would cost; None without updates."""
+    """Returns one line on who did how much and how stale it was; None without updates."""
     if not measures.counts.updates:
         return None
     numbers = engine_metrics(measures, ranks)
     parts = "/".join(f"{100 * numbers[f'contribution/rank{r}']:.0f}" for r in range(ranks))
-    line = (
+    few = too_few(measures.counts.updates)
+    return (
         f"hetero_stale: {measures.counts.updates} updates, of whose samples the ranks computed {parts} %;"
         f" {100 * numbers['stale_fraction']:.1f} % were stale, by at most {numbers['staleness_max']:.0f} versions,"
-        f" {numbers['discarded_samples']:.0f} samples were wasted"
+        f" {numbers['discarded_samples']:.0f} samples were wasted{few and f'; {few}'}"
     )
-    if few := too_few(measures.counts.updates):
-        return f"{line}; {few}"
-    times = [t for t, n in zip(measures.predicted_s, measures.shares, strict=True) if n and not math.isnan(t)]
-    equal = [t for t in measures.equal_s if not math.isnan(t)]
-    if times and equal and max(times) > 0:
-        line += f"; equal shares with a barrier would take {max(equal) / max(times):.2f} times as long per batch"
-    return line
 
 
 def advice(counts: Counts) -> str | None:

@@ -11,8 +11,6 @@ from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
 from lightning_hetero.types import AffineCost, LearnedCost
 
-_STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
-
 
 class Speeds:
     """Learns from pushes what a chunk takes from its assignment to its push [s], transfers included.
@@ -92,32 +90,6 @@ def _shares(costs: tuple[AffineCost, ...], total: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _equal_parts(ranks: int, total: int) -> tuple[int, ...]:
     return apportion([1.0] * ranks, total) if ranks else ()
-
-
-class StepTime:
-    """Smoothed time between the ends of global steps.
-
-    Attributes:
-        smoothed_s: that time [s]; 0 before there are any.
-    """
-
-    def __init__(self) -> None:
-        self.smoothed_s = 0.0
-        self._from_s: float | None = None
-
-    def ended(self, now: float) -> None:
-        """A global step is over, and the next one begins."""
-        if self._from_s is not None:
-            step_s = now - self._from_s
-            if self.smoothed_s > 0.0:  # clipped: a validation in between is no step
-                self.smoothed_s += _STEP_WEIGHT * (min(step_s, 2.0 * self.smoothed_s) - self.smoothed_s)
-            else:
-                self.smoothed_s = step_s
-        self._from_s = now
-
-    def interrupt(self) -> None:
-        """A new epoch: its first global step did not begin with the end of another."""
-        self._from_s = None
 
 
 def _coarse(cost: LearnedCost) -> AffineCost:

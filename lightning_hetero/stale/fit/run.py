@@ -63,7 +63,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
     ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
-        agreed, store = (agreed, None) if invitation is None else (None, invitation.run_store)
+        agreed, store = (agreed, None) if invitation is None else (None, invitation.store)
         super().__init__(trainer, timeout=strategy.timeout, settings=agreed, store=store)
         channel = self.channel
         met = 0 if invitation is None else invitation.meetings

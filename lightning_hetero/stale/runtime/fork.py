@@ -290,9 +290,7 @@ class _Watch:
 
 
 def _tell(report: int, message: dict[str, Any]) -> None:
-    said = json.dumps(message) + "\n"
-    with open(report, "w", closefd=False) as file:
-        file.write(said)
+    os.write(report, f"{json.dumps(message)}\n".encode())
 
 
 def _drop_inherited(keep: set[int]) -> None:

@@ -6,46 +6,17 @@ import io
 import json
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from lightning_hetero.stale.decide.effects import Span
-from lightning_hetero.stale.decide.report import Counts, Measures
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.transport.base import RemoteFailureError, Reply
-from lightning_hetero.transport.flags import MeetFlag
 from lightning_hetero.transport.membership import Met
-
-
-@dataclass(frozen=True, slots=True)
-class EpochBegin:
-    """How a worker begins an epoch; all must do the same.
-
-    Attributes:
-        layout: digest of its layout.
-        global_step: the first.
-        applied: samples that are applied already.
-    """
-
-    layout: str
-    global_step: int
-    applied: tuple[Span, ...]
-
-    def text(self) -> str:
-        """Returns the text of the request."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> EpochBegin:
-        """Returns what a request says; raises ValueError if that cannot be understood."""
-        with _understanding(text):
-            said = json.loads(text)
-            spans = tuple((int(start), int(end)) for start, end in said["applied"])
-            return cls(str(said["layout"]), int(said["global_step"]), spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +37,8 @@ class MetAtServer(Met):
     @classmethod
     def read(cls, reply: Reply) -> MetAtServer:
         """Returns what a reply says."""
-        with _understanding(reply.text):
-            said = json.loads(reply.text)
-            sound = not reply.flags & MeetFlag.UNSOUND
-            return cls(tuple(reply.numbers), sound, tuple(said["notices"]), Counts.of(said["counts"]))
-
-
-def measures_text(measures: Measures) -> str:
-    """Returns measures as the text of a reply."""
-    return json.dumps(measures.as_dict())
-
-
-def measures_of(text: str) -> Measures:
-    """Returns the measures in a reply."""
-    with _understanding(text):
-        return Measures.of(json.loads(text))
-
-
-@contextmanager
-def _understanding(text: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{text[:200]!r} cannot be understood ({error})") from error
+        said = json.loads(reply.text)
+        return cls(tuple(reply.numbers), not reply.flags, tuple(said["notices"]), Counts.of(said["counts"]))
 
 
 def state_bytes(state: dict[str, Any]) -> bytes:

@@ -46,7 +46,6 @@ def test_the_monitor_says_the_same_as_the_report(runs: dict[str, RecordedRun]) -
     assert f"{100 * ledger.waited:.0f} % of your 4 ranks' time" in first and "A step took 211.0 ms" in first
     for engine in ("balanced", "stale"):
         assert f"{1e3 * found.engines[engine]:.1f} ms" in second and f"hetero_{engine}" in second
-    assert "without rank 3" in second
     of_shards = last_lines(ledger, sharded=True)  # under ModelParallelStrategy: no other engine of ours trains it
     ours = second.replace("balanced", "sharded").partition("', ")[0]
     assert of_shards == f"{first}\n{ours}'."

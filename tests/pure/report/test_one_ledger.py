@@ -101,7 +101,7 @@ def test_missing_files_are_a_state_and_no_zero() -> None:
     run = run_of(events)
     ledger = ledger_of(run)
     assert run.missing == (1, 2, 3) and ledger.problem == "not known: 3 of 4 ranks' files are missing"
-    figures = (ledger.waited, ledger.idle, ledger.exchange, ledger.step_s, ledger.samples_per_s, ledger.total.total_s)
+    figures = (ledger.waited, ledger.exchange, ledger.step_s, ledger.samples_per_s, ledger.total.total_s)
     assert all(map(math.isnan, figures)) and ledger.figures == [] and ledger.shares == () and ledger.batch == 0
     assert alternatives_of(run, ledger) is None and samples_in(run, 20) == (0, 0)
     with pytest.raises(ValueError, match="3 of 4 ranks' files are missing"):

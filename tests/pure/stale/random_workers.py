@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.stale.simulator import wants_return
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Assigned, Effect, Passed, Refused, Reissued, Span, Updated
 from lightning_hetero.stale.decide.policy import Claim, Grant, Hold
@@ -190,7 +191,7 @@ class Loop:
     def look(self, worker: RandomWorker, data: tuple[Assigned, int, float]) -> None:
         """Between two micro-batches: returns early if the coordinator wants it."""
         assigned, done, per_s = data
-        if done >= assigned.samples or (self.it.wants_return(assigned.assignment) and done):
+        if done >= assigned.samples or (wants_return(self.it, assigned.assignment) and done):
             self.push(worker, (assigned, min(done, assigned.samples), True))
         else:
             self.later(self.now + per_s, "look", worker.rank, (assigned, done + assigned.micro, per_s))

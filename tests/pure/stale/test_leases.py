@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stale.simulator import wants_return
 from lightning_hetero.predictors import Ewma
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Assigned, Passed, Refused, Reissued
@@ -130,9 +131,9 @@ def test_if_one_of_two_issues_fails_the_other_keeps_the_samples(original_first: 
 def test_the_rest_of_an_early_return_is_issued_again() -> None:
     it = started(Saps(threshold=1, bound=3, micro=1), workers=2, ends=(8, 24))
     slow = assigned(it.claim(1, 0, 0.0))
-    assert slow.micro == 1 and not it.wants_return(slow.assignment)
+    assert slow.micro == 1 and not wants_return(it, slow.assignment)
     it.push(0, assigned(it.claim(0, 0, 0.0)).assignment, 1.0, global_step=0)
-    assert it.wants_return(slow.assignment) and not it.wants_return(99)
+    assert wants_return(it, slow.assignment) and not wants_return(it, 99)
     effects = it.push(1, slow.assignment, 2.0, global_step=0, samples=1)
     assert effects[:2] == [
         Accepted(rank=1, assignment=slow.assignment, samples=1, staleness=1),
@@ -140,7 +141,7 @@ def test_the_rest_of_an_early_return_is_issued_again() -> None:
     ]
     again = assigned(it.claim(1, 0, 2.0))
     assert again.spans[0][0] == slow.spans[0][0] + 1
-    assert not started(Asp()).wants_return(1)
+    assert not wants_return(started(Asp()), 1)
     for count in (0, 5, -1):
         with pytest.raises(ValueError, match="give 1 to 4"):
             it.push(1, again.assignment, 3.0, global_step=0, samples=count)

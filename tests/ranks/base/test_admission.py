@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.base.elastic import admission
+from lightning_hetero.base.elastic import admission, join
 from lightning_hetero.base.elastic.admission import Admission
-from lightning_hetero.base.elastic.coming import Beats, Coming
+from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.members import Members
 from tests.e2e.stale.scripts import free_port
 
@@ -214,13 +214,19 @@ def test_who_wrote_the_checkpoint_removes_it_also_if_a_joining_rank_is_lower(run
     assert removed == ["/a.ckpt"]
 
 
-def test_who_stops_to_beat_is_silent_after_a_time_since_one_began_to_look() -> None:
-    count = {1: b"", 2: b"7"}
-    beats = Beats(lambda rank: count[rank])
-    assert beats.silent([1, 2], 100.0, for_s=2.0) == []
-    count[2] = b"8"
-    assert beats.silent([1, 2], 103.0, for_s=2.0) == [1]
-    count[1] = b"1"
-    assert beats.silent([1, 2], 106.0, for_s=2.0) == [2]
-    beats.forget(2)
-    assert beats.silent([1, 2], 109.0, for_s=2.0) == [1]
+def test_who_stops_to_beat_is_silent_after_a_time_since_one_began_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = {f"{join._BEATS}/2": b"7"}
+    requests: Any = join.JoinRequests(SimpleNamespace())  # type: ignore[arg-type]
+    requests._store = SimpleNamespace(check=lambda keys: keys[0] in store, get=store.__getitem__)
+
+    def silent_at(now_s: float) -> list[int]:
+        monkeypatch.setattr(join, "awake_s", lambda: now_s)
+        return requests.silent([1, 2], for_s=2.0)
+
+    assert silent_at(100.0) == []
+    store[f"{join._BEATS}/2"] = b"8"
+    assert silent_at(103.0) == [1]
+    store[f"{join._BEATS}/1"] = b"1"
+    assert silent_at(106.0) == [2]
+    requests._beats.pop(2)  # it is invited, and begins again
+    assert silent_at(109.0) == [1]

@@ -199,8 +199,7 @@ def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> N
         worker = trainee.worker
         try:
             if trainee.rank == 1:
-                endless = f'{{"layout": "{worker._layout.digest}", "global_step": Infinity, "applied": []}}'
-                worker._call(Request(kind=Ask.EPOCH, numbers=ENDS, text=endless))
+                worker._call(Request(kind=Ask.PUSH, epoch=-1, slot=7))  # a slot that nobody has written
             worker.meet(0)
         except RemoteFailureError as error:
             told[trainee.rank] = str(error)
@@ -209,7 +208,7 @@ def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> N
 
     Script(setting, automatic(*data(5), mse), body, workers=2, work_s=equal_speed).run()
     assert told.keys() == {0, 1} and states[0]["version"] == 0
-    assert all("EPOCH of worker 1: OverflowError" in text for text in told.values())
+    assert all("PUSH of worker 1: TornSlotError" in text for text in told.values())
 
 
 def test_a_server_that_fails_says_why_before_it_ends() -> None:

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.stale.runtime.messages import EpochBegin
+from lightning_hetero.stale.decide.effects import Span
+from lightning_hetero.stale.decide.intervals import pairs
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.membership import RunEndsError
 
@@ -29,7 +30,7 @@ class AnnouncedEpoch:
 
     ends: tuple[int, ...]
     global_step: int
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     by: int
     begun: set[int] = field(default_factory=set[int])
     words: array[int] = field(default_factory=lambda: array("q"))
@@ -68,18 +69,18 @@ class AnnouncedEpochs:
 
         Raises:
             RunEndsError: it says otherwise than the first one.
-            ValueError: it says nothing that could be understood.
+            ValueError: the epoch is over, or there are no spans.
         """
-        said = EpochBegin.read(request.text)
-        if said.layout != self._digest:
+        if request.text != self._digest:
             raise RunEndsError(
                 f"worker {rank} and the server disagree on the model, its optimizers or the compression. {_ADVICE}"
             )
         if request.epoch < self.number:
             raise ValueError(f"epoch {request.epoch} is over (the server is in {self.number})")
         epoch = self._present if request.epoch == self.number else None
-        words = array("q", [0] * said.global_step)
-        asked = AnnouncedEpoch(tuple(request.numbers), said.global_step, said.applied, rank, {rank}, words)
+        first, (batches, *numbers) = request.global_step, request.numbers
+        ends, spans = tuple(numbers[:batches]), pairs(numbers[batches:])
+        asked = AnnouncedEpoch(ends, first, spans, rank, {rank}, array("q", [0] * first))
         if epoch is None or rank in epoch.begun:
             return asked
         if (epoch.ends, epoch.global_step, epoch.spans) != (asked.ends, asked.global_step, asked.spans):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Assigned, Passed
 from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.messages import measures_text
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
@@ -94,7 +94,7 @@ class Answers:
 
     def measures_text(self) -> str:
         """Returns what was counted so far and is known now."""
-        return measures_text(Measures.take(self.counts, self.coordinator))
+        return json.dumps(Measures.take(self.counts, self.coordinator).as_dict())
 
     def passed(self, passed: Passed, now: float) -> None:
         """Answers a claim: the global step is over."""

@@ -19,7 +19,6 @@ from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError
 from lightning_hetero.stale.runtime.serve.pushes import Pushes
 from lightning_hetero.stale.runtime.serve.update import bits
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Request, Say
-from lightning_hetero.transport.flags import MeetFlag
 from lightning_hetero.transport.membership import Come, RunEndsError
 
 _log = logging.getLogger(__name__)
@@ -165,8 +164,7 @@ class ParameterServer(Pushes):
             if request.global_step <= self._members.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
-            sound = not request.flags & MeetFlag.UNSOUND
-            self._members.come(rank, Come(request.global_step, request.text, sound, request.steps), now)
+            self._members.come(rank, Come(request.global_step, request.text, not request.flags, request.steps), now)
             self._meeting_due_s = now
         elif kind in (Ask.STATE, Ask.METRICS):
             try:
@@ -225,10 +223,7 @@ class ParameterServer(Pushes):
             return
         for rank in alive:
             text = MetAtServer.text(self.counts, self._members.take_notices(rank))
-            self.answer(
-                rank, Say.MET, global_step=why.number, numbers=alive, text=text,
-                flags=MeetFlag(0) if sound else MeetFlag.UNSOUND,
-            )  # fmt: skip
+            self.answer(rank, Say.MET, global_step=why.number, numbers=alive, text=text, flags=not sound)
 
     # ---- state ------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ it. Where all ranks meet it is kept, and `changes` tells of it; else it is refus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -23,19 +25,12 @@ from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.report import Measures
 from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.messages import (
-    EpochBegin,
-    MetAtServer,
-    failure_of,
-    failure_text,
-    measures_of,
-    state_of,
-)
+from lightning_hetero.stale.runtime.messages import MetAtServer, failure_of, failure_text, state_of
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, Readout
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
 from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError
-from lightning_hetero.transport.flags import MeetFlag, PushFlag, ReplyFlag
+from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 from lightning_hetero.transport.link import WorkerLink
 
 
@@ -104,7 +99,7 @@ class Worker:
         if reply.kind is Say.FAILED:
             raise failure_of(reply.text)
         if reply.kind is Say.PASSED and reply.flags & ReplyFlag.MEASURES:
-            self._wanted, self.brought = PushFlag(0), measures_of(reply.text)
+            self._wanted, self.brought = PushFlag(0), Measures.of(json.loads(reply.text))
             return replace(reply, text="")
         if self._tell is not None and request.kind in (Ask.EPOCH, Ask.CLAIM, Ask.PUSH):
             for notice in reply.text.splitlines():
@@ -130,8 +125,8 @@ class Worker:
         Raises:
             RemoteFailureError: the workers disagree, or the run has failed.
         """
-        text = EpochBegin(self._layout.digest, global_step, tuple(applied)).text()
-        reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
+        numbers, text = (len(ends), *ends, *chain.from_iterable(applied)), self._layout.digest
+        reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, global_step=global_step, numbers=numbers, text=text))
         self.weights.go_on(Phase.BETWEEN)
         return reply
 
@@ -197,8 +192,7 @@ class Worker:
                 f"{what}: parameters or buffers were changed on rank {self.link.rank} before it, which the parameter"
                 " server, where it is called, does not know. Change them behind it, or use strategy='hetero_balanced'"
             )
-        flags = MeetFlag(0) if sound else MeetFlag.UNSOUND
-        reply = self._call(Request(kind=Ask.MEET, global_step=number, text=what, steps=steps, flags=flags))
+        reply = self._call(Request(kind=Ask.MEET, global_step=number, text=what, steps=steps, flags=not sound))
         self.weights.stop()
         if steps:
             self.weights.version = -1  # whatever is here
@@ -216,7 +210,7 @@ class Worker:
 
     def measures(self) -> Measures:
         """Returns what the server has counted and knows of now."""
-        return measures_of(self._call(Request(kind=Ask.METRICS)).text)
+        return Measures.of(json.loads(self._call(Request(kind=Ask.METRICS)).text))
 
     def alive(self) -> frozenset[int]:
         """Returns the ranks that the server takes to be alive."""
