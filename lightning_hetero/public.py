@@ -1,7 +1,7 @@
 """The public names, imported when the first of them is asked for (layer L)."""
 
 from lightning_hetero.auto.strategy import AutoStrategy
-from lightning_hetero.balanced.sharded import ShardedBalancedStrategy
+from lightning_hetero.balanced.sharded_strategy import ShardedBalancedStrategy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController

@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
 from lightning_hetero.auto.warm_up import WarmUp
-from lightning_hetero.balanced.sharded import ShardedBalancedStrategy
+from lightning_hetero.balanced.sharded_strategy import ShardedBalancedStrategy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
 from lightning_hetero.base.ddp import HeteroDDPStrategy

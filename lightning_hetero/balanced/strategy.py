@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.balanced.fit.balancing import BalancingStrategy
+from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.base.ddp import HeteroDDPStrategy
 

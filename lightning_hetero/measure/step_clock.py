@@ -10,8 +10,8 @@ the buckets; [4] `exchanged` when ``backward()`` has returned: [3]-[4] is waitin
 `updating` was called, counts for the next step.
 
 All are stamps of the device, see `lightning_hetero.measure.device`: a host that runs ahead of its device has only put
-work into a queue when a call returns, and where it waits for the queue (a copy from pageable memory, a value that is
-read), it waits for the work of peers, too. A stream that runs empty, because the host is late, is this rank's time.
+work into a queue when a call returns, and where it waits for the queue, it waits for the work of peers, too. A stream
+that runs empty, because the host is late, is this rank's time.
 
 Modules that wait for peers inside [2]-[3] are left out, and their waiting is added to that of [3]-[4]: those named to
 `StepProbe`, and what `torch.distributed.fsdp.fully_shard` does around a module, with its copies:
@@ -19,9 +19,8 @@ Modules that wait for peers inside [2]-[3] are left out, and their waiting is ad
     forward    | all-gather |  module
     backward   | reduce-scatter |  module  | all-gather |  what used its outputs
 
-The collectives of tensor parallelism are not left out: its ranks have the same part of a batch.
-
-Which stamps are free of waiting was measured, see docs/theory/balanced.md.
+The collectives of tensor parallelism are not left out: its ranks have the same part of a batch. Which stamps are free
+of waiting was measured, see docs/theory/balanced.md.
 """
 
 from __future__ import annotations
@@ -98,10 +97,7 @@ def _hook_before_fsdp(module: nn.Module, hook: Callable[..., None]) -> Removable
 class Stopwatch:
     """Adds up a device's time between `resume` and `pause`; a step is known once its last stamp is reached.
 
-    On the host that is at once, on an accelerator a step or two later: nothing waits here but `wait`.
-
-    Args:
-        device: whose work is timed.
+    On the host that is at once, on an accelerator (``device``) a step or two later: nothing waits here but `wait`.
 
     Attributes:
         last: the latest end of an interval, or what replaces it; None: there was no interval.
@@ -193,14 +189,8 @@ class StepProbe:
 
     Args:
         device: where the module computes.
-        waiting: module types that wait for peers inside forward or backward (e.g. ``SyncBatchNorm``); the
-            stopwatch is paused around them, as it is in FSDP's hooks around its modules.
-
-    Attributes:
-        companion: is paused together with this one where its owner says so.
+        waiting: module types that wait for peers in a step; the stopwatch is paused there, as in FSDP's hooks.
     """
-
-    companion: StepProbe | None = None
 
     def __init__(self, device: HostDevice, *, waiting: Iterable[type[nn.Module]] = ()) -> None:
         self._watch = Stopwatch(device)
@@ -210,6 +200,7 @@ class StepProbe:
         self._armed = False
         self._running = False
         self._ends: deque[Stamp] = deque()  # of steps that the device may still have before it
+        self.companion: StepProbe | None = None  # is paused with this one where its owner says so
 
     def begin(self) -> None:
         """Opens a step that counts from now on."""

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_hetero.balanced.fit.balancing import BalancingStrategy
+from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.sharded_run import ShardedRun
 from lightning_hetero.balanced.runtime.norms import clip_by_norm, each_norm, total_norm
