@@ -53,11 +53,22 @@ class LineFile:
             self._stop(error)
 
     def append(self, lines: bytes) -> None:
-        """Hands whole lines to the operating system; of a line that is cut short those that read know."""
+        """Hands whole lines to the operating system."""
+        file, written = self._file, 0
+        if file is None:
+            return
         try:
-            while lines and self._file is not None:
-                lines = lines[self._file.write(lines) :]  # the rest says why it was not taken
+            written = file.write(lines) or 0
+            if written < len(lines):  # the rest says why
+                written += file.write(lines[written:]) or 0
+            if written < len(lines):
+                raise OSError(f"{written} of {len(lines)} bytes were taken")
         except OSError as error:
+            with suppress(OSError):
+                torn = written - (lines.rfind(b"\n", 0, written) + 1)
+                end = file.tell()
+                if torn and file.seek(0, 2) == end:  # else somebody has written behind it
+                    file.truncate(end - torn)
             self._stop(error)
 
     def close(self) -> None:
