@@ -205,8 +205,8 @@ def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: l
     (line,) = monitored[0][1].lines
     pattern = (
         r"StragglerMonitor: \d+ % of your 2 ranks' time in steps was waiting for slower ranks \([\d.]+ of ([\d.]+)"
-        r" device-seconds\)\. A step took ([\d.]+) ms\.\nIf work grows .* with strategy='hetero_balanced', .* with"
-        r" 'hetero_stale', and .* with DDP without rank [01], the slowest\."
+        r" device-seconds\)\. A step took ([\d.]+) ms\.\nIf work grows .* with strategy='hetero_balanced', and .*"
+        r" with 'hetero_stale'\."
     )
     assert re.fullmatch(pattern, line), line
 
