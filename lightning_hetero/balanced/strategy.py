@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
@@ -56,10 +58,12 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
 
     engine = "balanced"
 
-    def wrap_again(self, run: BalancedRun) -> None:
-        wrapped = self.model
-        assert isinstance(wrapped, DistributedDataParallel)
-        wrapped._remove_autograd_hooks()
-        self.model = wrapped.module
-        self.configure_ddp()
-        run.attach(self.model)
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if (run := self._run) is not None and run.wants_wrapping():
+            wrapped = self.model
+            assert isinstance(wrapped, DistributedDataParallel)
+            wrapped._remove_autograd_hooks()
+            self.model = wrapped.module
+            self.configure_ddp()
+            run.attach(self.model)
+        return super().training_step(*args, **kwargs)

@@ -40,18 +40,12 @@ class TwoHeads(Toy):
         return nn.functional.mse_loss(self.heads[batch_idx % 2](self.net(x)), y)
 
 
-class Gan(Toy):
-    """Manual optimization: two optimizers, each toggled, two backward passes per step."""
+class GanStep:
+    """Two optimizers, each toggled, two backward passes per step, of a module with ``net`` and ``judge``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(6)
-        self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).to(torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        maker, judge = self.optimizers()  # type: ignore[misc]
+        maker, judge = self.optimizers()
         logits = nn.functional.binary_cross_entropy_with_logits
         self.toggle_optimizer(maker)
         fooled = self.judge(self.net(x))
@@ -65,6 +59,16 @@ class Gan(Toy):
         judge.step()
         judge.zero_grad()
         self.untoggle_optimizer(judge)
+
+
+class Gan(GanStep, Toy):
+    """Manual optimization: two optimizers, each toggled, two backward passes per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(6)
+        self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).to(torch.float64)
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(self.net.parameters(), 1e-3), torch.optim.SGD(self.judge.parameters(), 1e-2)]

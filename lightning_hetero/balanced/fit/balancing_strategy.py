@@ -108,9 +108,6 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         """Returns what a fit is, or an evaluation."""
         return BalancedRun(trainer, self, self.settings)
 
-    def wrap_again(self, run: BalancedRun) -> None:
-        """Wraps the module again, since other parameters are trained than before."""
-
     def begin(self, trainer: Trainer) -> BalancedRun:
         run = self.make_run(trainer)
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._weighted_backward))
@@ -141,8 +138,6 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         run = self._run
         if run is None:
             return super().training_step(*args, **kwargs)
-        if run.wants_wrapping():
-            self.wrap_again(run)
         if run.automatic:
             with run.dummy_guard(), run.memory_guard():
                 return super().training_step(*args, **kwargs)

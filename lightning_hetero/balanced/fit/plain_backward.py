@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.balanced.runtime.pieces import leaves
-from lightning_hetero.balanced.runtime.shard import is_sharded
+from lightning_hetero.balanced.runtime.shard import fully_sharded
 
 
 class PlainBackward:
@@ -58,7 +58,7 @@ def _synchronised(loss: Tensor, model: Any) -> bool:
         RuntimeError: it reaches some of them only, and DDP was not told that this may be.
     """
     if not isinstance(model, DistributedDataParallel):
-        return is_sharded(model) and any(isinstance(leaf, nn.Parameter) for leaf in leaves(loss))
+        return fully_sharded(model) and any(isinstance(leaf, nn.Parameter) for leaf in leaves(loss))
     ours = {id(p) for p in model.parameters() if p.requires_grad}
     reached = {id(leaf) for leaf in leaves(loss)} & ours
     if reached and reached != ours and not model.find_unused_parameters:

@@ -28,7 +28,7 @@ def check_sharding(shard: object) -> None:
     )
 
 
-def is_sharded(module: nn.Module) -> bool:
+def fully_sharded(module: nn.Module) -> bool:
     """Whether a part of the module was given to ``fully_shard``."""
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
@@ -66,7 +66,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, shard: Sharding, *, apart:
     Raises:
         ValueError: the module has no such block.
     """
-    if is_sharded(module):
+    if fully_sharded(module):
         return
     if isinstance(shard, str):
         found = blocks(module)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from tests.ranks.balanced.sharded_kit import WIDTH, Block, Deep, Sharded
-from tests.ranks.exact_models import SyncNorm
+from tests.ranks.exact_models import GanStep, SyncNorm
 from tests.ranks.kit import FEATURES
 
 
@@ -222,7 +222,7 @@ class Plain(Manual):
         loss.backward()
 
 
-class Gan(Inner):
+class Gan(GanStep, Inner):
     """Two networks with an optimizer and a scheduler each, toggled; two backward passes per step."""
 
     def __init__(self) -> None:
@@ -231,21 +231,7 @@ class Gan(Inner):
         self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        maker, judge = self.optimizers()  # type: ignore[misc]
-        logits = nn.functional.binary_cross_entropy_with_logits
-        self.toggle_optimizer(maker)
-        fooled = self.judge(self.net(x))
-        self.manual_backward(logits(fooled, torch.ones_like(fooled)))
-        maker.step()
-        maker.zero_grad()
-        self.untoggle_optimizer(maker)
-        self.toggle_optimizer(judge)
-        real, fake = self.judge(y), self.judge(self.net(x).detach())
-        self.manual_backward(logits(real, torch.ones_like(real)) + logits(fake, torch.zeros_like(fake)))
-        judge.step()
-        judge.zero_grad()
-        self.untoggle_optimizer(judge)
+        super().training_step(batch, batch_idx)
         for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
             scheduler.step()  # type: ignore[call-arg]
 

@@ -18,7 +18,7 @@ from lightning_hetero import (
     LoadBalancedStrategy,
     ShardedBalancedStrategy,
 )
-from lightning_hetero.balanced.runtime.shard import is_sharded
+from lightning_hetero.balanced.runtime.shard import fully_sharded
 from tests.ranks.kit import FEATURES, Scripted, Weights, rank_trainer
 from tests.ranks.resume_kit import BATCH, Noting, Result, loader
 
@@ -66,7 +66,7 @@ class Sharded(Layers):
     """The same, sharded by its own hook."""
 
     def configure_model(self) -> None:
-        if not is_sharded(self):
+        if not fully_sharded(self):
             assert self.device_mesh is not None
             mesh, across = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
             if across.size() > 1:
