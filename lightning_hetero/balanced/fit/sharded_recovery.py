@@ -5,7 +5,7 @@
     after it    all ranks say whether they have more to compute; who has not takes part with samples that count nothing
 
 So what the peers have computed stays, and nothing is computed twice but by the rank that ran out of memory. Two small
-gatherings on the side channel in a step without failures: behind ``training_step`` and behind the backward pass.
+gatherings on the side channel in a step without failures: behind ``training_step``, and beside the last scatter.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reducti
 from lightning_hetero.balanced.runtime.pieces import free_memory
 from lightning_hetero.lightning_compat.patches import replace_methods
 from lightning_hetero.measure.device import is_out_of_memory
+from lightning_hetero.measure.step_clock import when_backward_ends
 from lightning_hetero.transport.side_channel import SideChannel
 
 _Made = tuple[Any, int | None]
@@ -61,10 +62,16 @@ class ShardedRecovery(Recovery):
 
     def _any(self, *flags: bool) -> list[bool]:
         """Returns which flags some rank has set; a collective."""
+        return self._heard(self._say(*flags))
+
+    def _say(self, *flags: bool) -> Callable[[], list[list[float]]]:
+        """Starts `_any`, of which `_heard` is the end."""
         self._passes.agree(-1)
+        return self._channel.all_gather_row([float(flag) for flag in flags])
+
+    def _heard(self, rows: Callable[[], list[list[float]]]) -> list[bool]:
         with self._paused():
-            rows = self._channel.all_gather_row([float(flag) for flag in flags])()
-        return [any(column) for column in zip(*rows, strict=True)]
+            return [any(column) for column in zip(*rows(), strict=True)]
 
     # ---- forward ----------------------------------------------------------------------------------------------
 
@@ -232,7 +239,7 @@ class ShardedRecovery(Recovery):
 
     def _differentiate(
         self, step: GuardedStep, piece: Any, size: int | None, loss: Tensor | None, run: Callable[[Tensor], None],
-        failed: int | None = None, holders: Sequence[Tensor] = (), ended: Callable[[Tensor], object] = id,
+        failed: int | None = None, holders: Sequence[Tensor] = (), drained: Callable[[Tensor], object] = id,
     ) -> int | None:  # fmt: skip
         """Runs the backward pass of a pass, to its end, whatever happens; returns when memory ran out, see `_Made`.
 
@@ -244,7 +251,7 @@ class ShardedRecovery(Recovery):
             run: differentiates it.
             failed: see `_Made`; of the forward pass.
             holders: tensors besides ``loss`` that hold the graph.
-            ended: see `backward`.
+            drained: given the loss that stands for this one, before its backward pass.
         """
         if loss is not None:
             try:
@@ -264,7 +271,7 @@ class ShardedRecovery(Recovery):
             loss = loss_of(output)
             assert loss is not None
             self._believed = False
-            ended(loss)  # in the peers' order: the ranks exchange their records there
+            drained(loss)
             with self._last_try(step):
                 run(loss)
         self._passes.end()
@@ -289,8 +296,23 @@ class ShardedRecovery(Recovery):
             return
         counts = not self._passes.void
         self._pieces.exchanged = 0  # the collectives of forward are over
-        done = self._differentiate(step, step.args[0], None, loss, run, holders=holders, ended=ended)
-        if not self._any(done is not None)[0]:
+        said = list[Callable[[], list[list[float]]]]()
+
+        def say(failed: bool) -> None:
+            if not said:
+                said.append(self._say(failed))
+
+        def drained(loss: Tensor) -> None:
+            if said:
+                give_up(step.reason, "it ran out when the backward pass was over")
+            ended(loss)  # in the peers' order: the ranks exchange their records there
+            when_backward_ends(loss, partial(say, True))
+
+        if loss.requires_grad:
+            when_backward_ends(loss, partial(say, False))
+        done = self._differentiate(step, step.args[0], None, loss, run, holders=holders, drained=drained)
+        say(done is not None)  # where a backward pass of the user's does not begin at the loss
+        if not self._heard(said.pop())[0]:
             if step.samples:
                 self._memory.end(step.samples)
                 self.cap.fits(step.samples)
