@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,17 @@ class BalancePolicy:
     def wants_load(self) -> bool:
         """Whether ranks report what others leave free on their hosts."""
         return bool(getattr(self.prototype, "WANTS_LOAD", False))
+
+    def recall(self, known: Sequence[tuple[str, Mapping[str, Any]] | None]) -> None:
+        """Takes over, at the next `start`, speeds of an earlier run, unless it has learned or was given some.
+
+        Args:
+            known: one per rank: the predictor's class and state; None: nothing is known of this rank.
+        """
+        states = [one[1] for one in known if one is not None and one[0] == type(self.prototype).__name__]
+        if len(states) == len(known) and not (self._predictors or self._restored):
+            with suppress(ValueError):  # of a version with other predictors
+                self.load_state_dict({"predictor": type(self.prototype).__name__, "predictors": states})
 
     def predict_s(self, samples: Sequence[float]) -> list[float]:
         """Returns the predicted compute time [s] of each rank for ``samples``; NaN before the first measurement."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
+from lightning_hetero.balanced.fit.known_speed import KnownSpeed
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
@@ -76,6 +77,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         policy: decides shares; started here once the batch sizes are known.
         shared, settings: the strategy's arguments.
         strategy_name: class of the strategy, for messages.
+        known: the speed of this device from an earlier run, if it may count.
 
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
@@ -85,10 +87,10 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def __init__(
         self, trainer: Trainer, channel: Channel, policy: BalancePolicy, shared: SharedSettings,
-        settings: BalanceSettings, *, strategy_name: str,
+        settings: BalanceSettings, *, strategy_name: str, known: KnownSpeed | None = None,
     ) -> None:  # fmt: skip
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=settings.stream)
-        self.settings, self.policy = settings, policy
+        self.settings, self.policy, self._known = settings, policy, known
         self.controller: ShareController | None = None
         self.equal: str | None = None
         self.known_most: int | None = None
@@ -139,12 +141,12 @@ class BalancedBinder(PartBinder[_Balanced]):
         module, device = self._trainer.lightning_module, device_of(self._trainer.strategy.root_device)
         compiled = compiled_parts(module, device)
         needs = ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())
-        mine = self._objection(loaders), least_samples(module), needs
-        everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
-        self._least = max(least for _, least, _ in everyone)
-        self._shapes = ShapeNeeds.of_all([needs for _, _, needs in everyone])
+        mine = self._objection(loaders), least_samples(module), needs, self._known and self._known.read()
+        objections, leasts, everyone, speeds = zip(*self._channel.all_gather_object(mine), strict=True)
+        self._least, self._shapes = max(leasts), ShapeNeeds.of_all(everyone)
+        self.policy.recall(speeds)
         self._bounds = replace(self.settings.bounds, usual=2 if self._shapes.compiled else 1)
-        said, self.equal = self.equal, next((objection for objection, _, _ in everyone if objection), None)
+        said, self.equal = self.equal, next((objection for objection in objections if objection), None)
         self._own = self.equal is None and len(loaders) == 1
         if self.equal is None:
             self.equal = self._why_own(loaders if self.settings.stream != "infinite" else indexed(loaders))
@@ -337,6 +339,12 @@ class BalancedBinder(PartBinder[_Balanced]):
             known = policy.get("most_samples", ())
             if len(known) == self._channel.world_size:
                 self.known_most = known[self._channel.rank]
+
+    def keep_speed(self) -> None:
+        """Keeps what the policy has learned of this rank for later runs."""
+        learned = self.policy.state_dict()
+        if self._known is not None and learned["predictors"]:
+            self._known.write(learned["predictor"], learned["predictors"][self._channel.rank])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""

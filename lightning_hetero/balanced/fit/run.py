@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.fit.known_speed import KnownSpeed
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
 from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.fit.signals import SignalsTogether
@@ -84,8 +85,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         channel = self.channel if members == 1 else PartChannel(self.channel, members)
-        name = type(strategy).__name__
-        self.binder = BalancedBinder(trainer, channel, self.policy, shared, settings, strategy_name=name)
+        own_device, name = device_of(strategy.root_device), type(strategy).__name__
+        known = KnownSpeed(trainer, own_device) if self.fitting and self.rebalancer.enabled else None
+        self.binder = BalancedBinder(
+            trainer, channel, self.policy, shared, settings, strategy_name=name, known=known
+        )  # fmt: skip
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
         world, counts = channel.world_size, shared.weight_in(self.module)
@@ -94,7 +98,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         )
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
-        own_device = device_of(strategy.root_device)
         if self.rebalancer.enabled and own_device.tunes_each_shape():
             rank_zero_warn(
                 "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels again for every number of samples, and"
@@ -330,4 +333,5 @@ class BalancedRun(EngineRun[BalancedBinder]):
             controller.abandon()
         elif controller is not None:
             controller.drain()
+            self.binder.keep_speed()
         super().close()
