@@ -38,8 +38,8 @@ class KnownSpeed:
     """
 
     def __init__(self, trainer: Trainer, device: HostDevice) -> None:
-        module, strategy = trainer.lightning_module, trainer.strategy
-        name = device.identity() or f"{device.name()}-{strategy.local_rank}"
+        module = trainer.lightning_module
+        name = device.identity() or f"{device.name()}-{trainer.local_rank}"
         folder = Path(os.environ.get("LIGHTNING_HETERO_CACHE") or "~/.cache/lightning_hetero").expanduser()
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{socket.gethostname()}-{name}")
         self._path = folder / f"{safe}.json"

@@ -288,7 +288,7 @@ def known_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
 
 
 def test_a_fit_begins_with_the_shares_that_the_same_work_had_before(tmp_path: Path) -> None:
-    """Not with speeds at another precision or of another predictor, nor where one rank's are damaged; they are learned again then."""
+    """Not at another precision or with another predictor, nor where one rank's speed is damaged."""
     equal, known = (8, 8), (12, 4)
     assert run_ranks(2, known_job, str(tmp_path)) == [[equal, known, equal, equal, equal, equal, known]] * 2
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
