@@ -11,7 +11,6 @@ import json
 import math
 import os
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.record.files import write_file
+from lightning_hetero.shares.policy import Learned
 
 _MOST = 64  # kinds of work per device
 _LEAST = 5  # steps that a speed must rest on
@@ -54,25 +54,21 @@ class KnownSpeed:
             return kept if isinstance(kept, dict) else {}
         return {}
 
-    def read(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Returns a predictor's name and state, as `write` was given them last; None: nothing that can be used."""
+    def read(self) -> Learned | None:
+        """Returns what was learned last from this kind of work; None: nothing, or nothing that can be used."""
         try:
-            predictor, state = self._all()[self._work]
+            predictor, state, guard = self._all()[self._work]
             numbers = [x for value in state.values() for x in (value if isinstance(value, list) else [value])]
-            return (predictor, state) if all(map(math.isfinite, numbers)) else None
+            sound = all(map(math.isfinite, [*numbers, *guard.values()]))
+            return (predictor, state, guard) if sound else None
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
-    def write(self, predictor: str, state: Mapping[str, Any]) -> None:
-        """Keeps a predictor's state, if it has seen enough.
-
-        Args:
-            predictor: name of its class.
-            state: see `Predictor.state_dict`.
-        """
-        if state.get("updates", 0) < _LEAST:
+    def write(self, learned: Learned) -> None:
+        """Keeps what was learned, if it rests on enough steps."""
+        if learned[1].get("updates", 0) < _LEAST:
             return
         kept = self._all()
         kept.pop(self._work, None)
-        kept[self._work] = predictor, state
+        kept[self._work] = learned
         write_file(self._path, json.dumps(dict(list(kept.items())[-_MOST:])), told=False)

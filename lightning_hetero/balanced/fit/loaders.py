@@ -342,9 +342,8 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def keep_speed(self) -> None:
         """Keeps what the policy has learned of this rank for later runs."""
-        learned = self.policy.state_dict()
-        if self._known is not None and learned["predictors"]:
-            self._known.write(learned["predictor"], learned["predictors"][self._channel.rank])
+        if self._known is not None and (learned := self.policy.learned(self._channel.rank)) is not None:
+            self._known.write(learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""

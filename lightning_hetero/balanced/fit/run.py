@@ -187,6 +187,10 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if not slowest_s > 0:
             return None
         longer = f"with equal shares the slowest rank would work {equal_s / slowest_s:.2f} times as long"
+        kept, alone_s = self.policy.fastest_alone()
+        if alone_s < (1.0 - self.policy.dead_band) * slowest_s:
+            idle = ", ".join(str(rank) for rank in range(len(shares)) if rank not in kept)
+            longer += f"; without rank(s) {idle} a batch would take {alone_s * 1e3:.1f} ms: leave out such devices"
         return (
             f"hetero_{self.engine}: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
             f" {too_few(self.trainer.global_step) or longer}"
