@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -231,7 +232,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         with self.waiting_for_peers():
             if self.world_size == 1 or not isinstance(tensor, Tensor):
                 return gather(tensor)
-            return gather_unequal(tensor, gather, group=group, engine=self.engine)
+            counted = partial(self.counted_rows, group, sync_grads)
+            return gather_unequal(tensor, gather, group=group, engine=self.engine, counted=counted)
+
+    def counted_rows(self, group: Any, sync_grads: bool, sizes: Sequence[int]) -> Sequence[int]:
+        """Returns how many of the rows that each rank of a group gives to `all_gather` are those of samples."""
+        return sizes
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self.waiting_for_peers():

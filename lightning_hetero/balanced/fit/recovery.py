@@ -293,6 +293,19 @@ class Recovery:
                 " once per piece on this rank and once on the others; lower max_samples for this rank"
             )
 
+    def needs_all_rows(self) -> None:
+        """Called before rows are gathered with their gradients, for a loss over those of the whole batch.
+
+        Raises:
+            RuntimeError: of a step in planned pieces, on all ranks: each piece would have a loss over its own rows.
+        """
+        if self._step.planned:
+            raise RuntimeError(
+                "all_gather(sync_grads=True) in a step that max_samples divides into pieces: the loss would be over"
+                " the rows of a piece, not of the global batch. Raise max_samples, or lower the global batch and set"
+                " accumulate_grad_batches, by which each batch has a separate loss, as under strategy='ddp'"
+            )
+
     def tells_speed(self, fit: bool) -> bool:
         """Whether the last step's time says how fast this rank is; pieces do only where they are there to stay.
 

@@ -322,6 +322,14 @@ class BalancedRun(EngineRun[BalancedBinder]):
         with self.probe.paused():
             yield
 
+    def gather(self, tensor: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gathers rows with their gradients, which in a backward pass of weight 0 are 0, and for which it waits."""
+        if self._recovery is not None:
+            self._recovery.needs_all_rows()
+        everyone = self.probe.exchanging(tensor, gather)
+        everyone.register_hook(lambda grad: torch.zeros_like(grad) if self._voided else None)
+        return everyone
+
     # ---- end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
