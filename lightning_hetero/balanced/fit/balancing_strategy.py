@@ -35,6 +35,7 @@ from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
+from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.callbacks.work import check_batch_cost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import check_sample_costs
@@ -61,7 +62,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
         quantum: int | Literal["auto"] = "auto",
         policy: Literal["predictive"] | BalancePolicy | None = None,
         rebalance: bool = True,
@@ -88,9 +89,9 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         self._closure_loss: Tensor | None = None  # until its backward pass
         self._told_of_gathering: set[str] = set()
         self.settings = BalanceSettings(
-            policy=self.policy, rebalance=rebalance, batch_cost=batch_cost,
-            bounds=ShareBounds(lower=min_samples, upper=max_samples), quantum=quantum, stream=stream,
-            exchange_every=exchange_every, sample_costs=sample_costs,
+            policy=self.policy, rebalance=rebalance, batch_cost=batch_cost, learns=max_samples == "auto",
+            bounds=ShareBounds(lower=min_samples, upper=None if max_samples == "auto" else max_samples),
+            quantum=quantum, stream=stream, exchange_every=exchange_every, sample_costs=sample_costs,
         )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -118,6 +119,12 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         super().setup(trainer)
         if self._run is not None:
             self._run.attach(self.model)
+
+    def find_sizes(self, finder: HeteroBatchSizeFinder) -> bool:
+        if self._run is None or not self._run.automatic or self.engine != "balanced":
+            return False
+        self._run.binder.finder = finder
+        return True
 
     def pause_too(self, probe: StepProbe) -> None:
         if self._run is not None:

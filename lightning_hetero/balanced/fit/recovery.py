@@ -343,3 +343,10 @@ def done_of(output: Any, weight: float, size: int) -> Done:
     rest = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else None
     value = None if loss is None else loss.detach() * weight if weight else torch.zeros_like(loss)
     return apply_to_collection(rest, Tensor, Tensor.detach), value, size
+
+
+def alone(trainer: Trainer) -> dict[str, Callable[..., Any]]:
+    """Returns, by name, what stands for the collectives of a ``training_step`` in which peers take no part."""
+    same: dict[str, Callable[..., Any]]
+    same = dict.fromkeys(("reduce", "broadcast", "barrier"), lambda value=None, *_, **__: value)
+    return {**same, "all_gather": lambda value, *_, **__: torch.stack([value] * trainer.world_size)}
