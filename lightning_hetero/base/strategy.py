@@ -138,10 +138,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             warn_of_emulation(self.precision_plugin, self.root_device, self.global_rank)
         if any(isinstance(callback, BatchSizeFinder) for callback in trainer_callbacks(trainer)):
             raise MisconfigurationException(
-                "Lightning's BatchSizeFinder, and Tuner.scale_batch_size, work on one device without strategy=. On"
-                " several under 'hetero_balanced', lightning_hetero.HeteroBatchSizeFinder() finds each rank's largest"
-                " batch; max_samples='auto' of LoadBalancedStrategy and ShardedBalancedStrategy learns it in the first"
-                " steps"
+                "Lightning's BatchSizeFinder is not supported with distributed strategies. Under 'hetero_balanced'"
+                " lightning_hetero.HeteroBatchSizeFinder() finds each rank's largest batch; max_samples='auto' of"
+                " LoadBalancedStrategy and ShardedBalancedStrategy learns it in the first steps"
             )
         if self.world_size == 1:
             if fitting:

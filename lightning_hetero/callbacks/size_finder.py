@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -47,16 +48,13 @@ class HeteroBatchSizeFinder(Callback):
         self.batch_arg_name = batch_arg_name
         self.sizes: tuple[int, ...] = ()
         self.optimal_batch_size: int | None = None
-        self._search: dict[str, Any] = {
-            "mode": mode, "steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials,
-            "margin": margin, "max_val": max_val,
-        }  # fmt: skip
+        given = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "margin": margin}
+        self._make, self.max_val = partial(SizeSearch, mode, **given), max_val
         self.search(None)
 
     def search(self, samples: int | None) -> SizeSearch:
         """Returns a new search, among sizes up to so many samples; None: their number is not known."""
-        most = self._search["max_val"]
-        return SizeSearch(**{**self._search, "max_val": most if samples is None else max(1, min(most, samples))})
+        return self._make(max_val=self.max_val if samples is None else max(1, min(self.max_val, samples)))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Asks the strategy to find the sizes when it knows the train loader."""

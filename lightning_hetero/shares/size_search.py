@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning_hetero.checked import real
+from lightning_hetero.checked import count, real
 
 SizeMode = Literal["power", "binsearch"]
 
@@ -34,17 +34,10 @@ class SizeSearch:
     ) -> None:  # fmt: skip
         if mode not in ("power", "binsearch"):
             raise ValueError(f"mode={mode!r} must be 'power' or 'binsearch'")
-        counts = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials}
-        for name, value in {**counts, "max_val": max_val}.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number >= 1")
-        if not 0.0 <= real("margin", margin) < 1.0:
-            raise ValueError(f"margin={margin!r} must be at least 0 and below 1: the part of the found size left free")
-        self._mode, self._margin, self._most, self.steps = mode, margin, max_val, steps_per_trial
-        self._left, self._failed = max_trials, max_val + 1
-        self._fitted = 0
-        self.size: int = min(init_val, max_val)
-        self.done = False
+        self._mode, self._margin, self._most = mode, real("margin", margin, most=0.99), count("max_val", max_val)
+        self.steps, self._left = count("steps_per_trial", steps_per_trial), count("max_trials", max_trials)
+        self.size, self.done = min(count("init_val", init_val), max_val), False
+        self._fitted, self._failed = 0, max_val + 1
 
     def tell(self, fitted: bool) -> None:
         """Takes in how the trial has ended; nothing, once the search is `done`."""
@@ -52,18 +45,14 @@ class SizeSearch:
             return
         self._left -= 1
         if fitted:
-            self._fitted = max(self._fitted, self.size)
+            self._fitted = self.size
         else:
-            self._failed = min(self._failed, self.size)
+            self._failed = self.size
         low, high = self._fitted, self._failed
-        if low and high > self._most:
-            self.size = min(2 * low, self._most)
-        else:
-            self.size = low + (high - low) // 2
-        found = self._mode == "power" and low and high <= self._most
-        self.done = bool(found or high - low <= 1 or (low and self._left < 1))
-        if self.done:
-            self.size = low
+        free = high > self._most  # nothing has failed
+        found = low > 0 and (self._left < 1 or (self._mode == "power" and not free))
+        self.done = found or high - low <= 1
+        self.size = low if self.done else min(2 * low, self._most) if free else (low + high) // 2
 
     @property
     def found(self) -> int:

@@ -13,7 +13,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroBatchSizeFinder, LoadBalancedStrategy, Scenario, ThrottleCallback
+from lightning_hetero import (
+    HeteroBatchSizeFinder,
+    LoadBalancedStrategy,
+    Scenario,
+    ShardedBalancedStrategy,
+    ThrottleCallback,
+)
 from tests.ranks.balanced.memory_kit import Wall
 from tests.ranks.exact_models import Manual
 from tests.ranks.harness import run_ranks
@@ -198,3 +204,4 @@ def test_bad_arguments(bad: dict[str, Any]) -> None:
 
 def test_auto_is_a_word_of_max_samples() -> None:
     assert LoadBalancedStrategy(max_samples="auto").settings.learns
+    assert ShardedBalancedStrategy(max_samples="auto").settings.learns
