@@ -18,7 +18,7 @@ from lightning_hetero.balanced.fit.piece_runner import PieceRunner
 from lightning_hetero.balanced.fit.recovery import alone, loss_of
 from lightning_hetero.balanced.runtime.pieces import PieceGradients, free_memory
 from lightning_hetero.data.layouts import first_samples
-from lightning_hetero.lightning_compat.patches import replace_methods
+from lightning_hetero.lightning_compat.patches import patched, replace_methods
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
@@ -45,9 +45,11 @@ def size_trials(
     """
     from torch.distributed.checkpoint.state_dict import _init_optim_state  # takes long
 
-    module, samples = trainer.lightning_module, first_samples(loader, _SAMPLES, in_use=True)
+    module = trainer.lightning_module
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise TypeError("SyncBatchNorm waits for the other ranks, which a trial must not: give max_samples")
+    put_back = PieceRunner(trainer, module, device=device, cap=MemoryCap()).save()
+    samples = first_samples(loader, _SAMPLES, in_use=True)
     move = partial(Strategy.batch_to_device, trainer.strategy)
 
     def step(size: int) -> None:
@@ -68,7 +70,6 @@ def size_trials(
         free_memory(device)  # out of the handler, so that the error's frames are gone
         return False
 
-    put_back = PieceRunner(trainer, module, device=device, cap=MemoryCap()).save()
     weights = [(p, p.detach().to("cpu", copy=True)) for p in module.parameters()]
     new = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
     with ExitStack() as stack:
@@ -76,6 +77,8 @@ def size_trials(
             stack.callback(optimizer.state.clear)
             _init_optim_state(optimizer)  # its state needs memory, too
         stack.enter_context(compat.unlogged(module))
+        for metric in compat.metrics_of(module):
+            stack.enter_context(patched(metric, "distributed_available_fn", lambda: False))
         stack.callback(replace_methods(trainer.strategy, **alone(trainer)))
         stack.enter_context(trainer.precision_plugin.train_step_context())
         yield fits

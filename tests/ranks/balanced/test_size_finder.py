@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_hetero import (
     HeteroBatchSizeFinder,
@@ -35,6 +36,7 @@ class Busy(Toy):
         super().__init__()
         first, act, last = self.net
         self.net = nn.Sequential(first, act, nn.BatchNorm1d(16, dtype=torch.float64), nn.Dropout(0.1), last)
+        self.metric = MeanMetric(dist_sync_on_step=True)
         self.frozen = nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
         self.batch_size = 4
         self.steps: list[int] = []
@@ -49,6 +51,7 @@ class Busy(Toy):
         assert weights(self).distance(saved) == 0.0 and torch.equal(torch.get_rng_state(), drawn)
         assert all(not optimizer.state for optimizer in self.trainer.optimizers) and self.trainer.global_step == 0
         assert all(p.grad is None for p in self.parameters()) and not self.trainer.callback_metrics
+        assert self.metric.update_count == 0
         self.steps.clear()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -57,8 +60,17 @@ class Busy(Toy):
             self.frozen += 1
         everyone = torch.as_tensor(self.all_gather(batch[0].mean()))
         self.trainer.strategy.barrier()
+        self.metric(float(everyone.mean()))
         self.log("rows", everyone.sum(), sync_dist=True)
         return super().training_step(batch, batch_idx)
+
+
+class Drawn(TensorDataset):
+    """Samples that are changed by chance."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 1e-3 * torch.rand(1, dtype=x.dtype), y
 
 
 class Resumed(Busy):
@@ -70,7 +82,7 @@ def fitted(rank: int, world: int, module: Any, finder: Any, caps: list[int] | No
     strategy = balanced(policy=None, **options)
     emulated = [] if caps is None else [ThrottleCallback(Scenario(speeds=[1.0] * world, mem_samples=caps))]
     fit = rank_trainer(rank, world, strategy, callbacks=[finder, *emulated], max_epochs=1)
-    fit.fit(module, DataLoader(regression(SAMPLES), batch_size=4, shuffle=True))
+    fit.fit(module, DataLoader(Drawn(*regression(SAMPLES).tensors), batch_size=4, shuffle=True))
     return strategy, fit
 
 
@@ -112,10 +124,12 @@ def test_each_rank_gets_what_fits_and_nothing_else_has_changed() -> None:
 def exact_job(rank: int, world: int) -> float:
     """Trains as a run that was given what the other has found."""
     searched, given = Toy(), Toy()
+    torch.manual_seed(rank)
     fitted(rank, world, searched, HeteroBatchSizeFinder(init_val=3), [25, 9])
     strategy = balanced(policy=None, max_samples=[24, 6], global_batch_size=30)
-    fit = rank_trainer(rank, world, strategy, max_epochs=1)
-    fit.fit(given, DataLoader(regression(SAMPLES), batch_size=4, shuffle=True))
+    torch.manual_seed(rank)
+    loader = DataLoader(Drawn(*regression(SAMPLES).tensors), batch_size=4, shuffle=True)
+    rank_trainer(rank, world, strategy, max_epochs=1).fit(given, loader)
     return weights(searched).distance(weights(given))
 
 
