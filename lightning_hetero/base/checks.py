@@ -240,8 +240,8 @@ def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
     if sized and isinstance(exception, RuntimeError | ValueError | IndexError):
         exception.args = (
             f"{text} (batches of {strategy_name} differ in their numbers of rows: if the step keeps a state for each"
-            " row from one batch to the next, use strategy='hetero_balanced' as LoadBalancedStrategy(rebalance=False),"
-            " which keeps equal parts)",
+            " row from one batch to the next, or takes rows[rank] of what is gathered, use strategy='hetero_balanced'"
+            " as LoadBalancedStrategy(rebalance=False), which keeps equal parts)",
             *exception.args[1:],
         )
 
