@@ -55,7 +55,8 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         dead_band: relative gain of the predicted step time below which shares stay.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
-            global batch, each rank computes its part in pieces, within the step.
+            global batch, each rank computes its part in pieces, within the step. ``"auto"``: shares grow by at most a
+            quarter at a time, and a rank that runs out of memory in one of the first steps learns what fits.
         quantum: shares are multiples of this, see `LoadBalancedStrategy`.
         policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
@@ -99,7 +100,7 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
         quantum: int | Literal["auto"] = "auto",
         policy: Literal["predictive"] | BalancePolicy | None = None,
         rebalance: bool = True,

@@ -24,7 +24,8 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
         dead_band: relative gain of the predicted step time below which shares stay.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
-            global batch, each rank computes its part in pieces, within the step.
+            global batch, each rank computes its part in pieces, within the step. ``"auto"``: shares grow by at most a
+            quarter at a time, and a rank that runs out of memory in one of the first steps learns what fits.
         quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled again for each number of
             samples, and on devices with tensor cores, a power of two that divides the global batch.
         policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``; ``None`` and ``"predictive"``:

@@ -19,10 +19,12 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
 from lightning_hetero.balanced.fit.known_speed import KnownSpeed
+from lightning_hetero.balanced.fit.size_trials import size_trials
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.base.own_data import check_own_batches, indexed
+from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.callbacks.work import BatchCost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
@@ -45,6 +47,7 @@ class BalanceSettings:
     rebalance: bool = True
     batch_cost: BatchCost | None = None
     bounds: ShareBounds = field(default_factory=ShareBounds)
+    learns: bool = False  # most samples, from the first step on
     quantum: int | Literal["auto"] = "auto"
     stream: StreamMode | None = None
     exchange_every: int | None = None
@@ -95,6 +98,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.equal: str | None = None
         self.known_most: int | None = None
         self._asked_batch = shared.global_batch_size
+        self.finder: HeteroBatchSizeFinder | None = None  # until it has found
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[Any] = ()
         self._several = False
@@ -150,9 +154,14 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._own = self.equal is None and len(loaders) == 1
         if self.equal is None:
             self.equal = self._why_own(loaders if self.settings.stream != "infinite" else indexed(loaders))
+        finder, self.finder = self.finder, None
         if self.equal is None:
+            if finder is not None:
+                self._find_sizes(finder, loaders)
             return
         self._bound = []
+        if finder is not None:
+            raise ValueError(f"HeteroBatchSizeFinder needs a train loader whose batches can be divided. {self.equal}")
         if self._asked_batch is not None:
             raise ValueError(
                 f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
@@ -166,6 +175,29 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"{self._strategy_name} trains in equal parts, as its stock strategy does, and cannot make up for slow"
                 f" ranks: {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
             )
+
+    def _find_sizes(self, finder: HeteroBatchSizeFinder, loaders: Sequence[Any]) -> None:
+        """Tries what fits, all ranks equally often, and takes it as if the user had given it."""
+        bounds, channel, trainer = self.settings.bounds, self._channel, self._trainer
+        if bounds.upper is not None or len(loaders) > 1:
+            what = "with several train loaders" if bounds.upper is None else f"with max_samples={bounds.upper!r}"
+            raise ValueError(f"HeteroBatchSizeFinder cannot be combined {what}: drop one of them")
+        sizes = finder.sizes if len(finder.sizes) == channel.world_size else ()
+        if not sizes:
+            samples = getattr(loaders[0].dataset, "__len__", lambda: None)()
+            search, device = finder.search(samples), device_of(trainer.strategy.root_device)
+            with size_trials(trainer, loaders[0], device=device, steps=search.steps) as fits:
+                while not all(channel.all_gather_object(search.done)):
+                    search.tell(search.size > 0 and fits(search.size))
+            sizes = tuple(channel.all_gather_object(search.found))
+        if not all(sizes):
+            raise ValueError(f"not even one sample fits the memory of rank {sizes.index(0)}, of {sizes} for all ranks")
+        if self._asked_batch is None:
+            self._asked_batch = sum(sizes)
+            self.orders.settle(self._asked_batch)
+        self.settings = replace(self.settings, bounds=replace(bounds, upper=list(sizes)))
+        self._bounds = replace(self._bounds, upper=list(sizes))
+        finder.found(trainer, sizes, self._asked_batch)
 
     def _objection(self, loaders: Sequence[object]) -> str | None:
         """Returns why one of these loaders' batches cannot be divided, and what would be needed; None: all can be."""

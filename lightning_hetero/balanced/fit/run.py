@@ -69,7 +69,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.policy = self.rebalancer.policy or settings.policy
         shared, timeout = strategy.shared, strategy.timeout
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
-        own = "bounds", "quantum", "stream", "exchange_every"
+        own = "bounds", "learns", "quantum", "stream", "exchange_every"
         agreed = {name: repr(getattr(settings, name)) for name in own} | {
             "sample_costs": costs_digest(settings.sample_costs),
             "global_batch_size": str(shared.global_batch_size),
@@ -104,7 +104,12 @@ class BalancedRun(EngineRun[BalancedBinder]):
                 f" hetero_{self.engine} changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps"
                 " the numbers few"
             )
-        self.cap = MemoryCap(careful=own_device.asynchronous)
+        if settings.learns and not self.automatic:
+            raise ValueError(
+                "max_samples='auto' needs automatic optimization: a step by hand that memory is too short for cannot be"
+                " done in pieces. Give max_samples as numbers"
+            )
+        self.cap = MemoryCap(careful=own_device.asynchronous or settings.learns)
         self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))
         self.undo.callback(self.probe.detach)
         self.times = StepTimes(self.binder, self.probe, self.channel, self.events, self.cap, own_device)
@@ -328,6 +333,14 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self._recovery.communicates()
         with self.probe.paused():
             yield
+
+    def gather(self, tensor: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gathers rows with their gradients, which in a backward pass of weight 0 are 0, and for which it waits."""
+        if self._recovery is not None:
+            self._recovery.needs_all_rows()
+        everyone = self.probe.exchanging(tensor, gather)
+        everyone.register_hook(lambda grad: torch.zeros_like(grad) if self._voided else None)
+        return everyone
 
     # ---- end --------------------------------------------------------------------------------------------------
 
