@@ -56,6 +56,12 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
                 " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
             )
+        if spec.own_iter:
+            raise TypeError(
+                f"{type(loader).__name__} has its own iterator, through which samples that are assigned to one rank or"
+                " another do not pass: change batches in collate_fn or on_after_batch_transfer, or use"
+                " strategy='hetero_balanced'"
+            )
         if self.source is not None and self.steps is None:
             raise TypeError(
                 "several train loaders: samples are assigned from one order, which several loaders do not have."
