@@ -119,6 +119,13 @@ class BalancedBinder(PartBinder[_Balanced]):
             self._announced = ()
         if self.equal is not None:
             stock: Any = compat.stock_train_loader(self._trainer, users_own(loader))
+            inside = compat.batches_trained(self._trainer) and not compat.last_batch_done(self._trainer)
+            if inside and "restore" in vars(stock):  # of litData's, which the Trainer never lets come to its end
+                raise ValueError(
+                    f"the checkpoint was made in the middle of an epoch, and {type(stock).__name__} would begin each"
+                    " later epoch there, too, as it does under stock DDP: resume from a checkpoint made at the end of"
+                    " an epoch"
+                )
             if self._own:
                 check_own_batches(stock, self.equal, self._trainer, self._channel)
             return stock
