@@ -61,7 +61,7 @@ def launch_of(environment: ClusterEnvironment | None, environ: Mapping[str, str]
     if isinstance(environment, SLURMEnvironment):
         return _slurm(environ)
     if type(environment).__name__ == "RayLightningEnvironment":
-        import ray.train.torch
+        import ray.train.torch  # pyright: ignore[reportMissingImports]
 
         local = ray.train.get_context().get_local_world_size()
         return Launch(launcher="Ray", local=local, nodes=None, even=False, device=ray.train.torch.get_device())

@@ -48,7 +48,6 @@ class LoaderSpec:
         drop_last: leave out the partial last batch.
         read_ahead: batches requested before the oldest of them is used.
         workers: ``num_workers``; they decide the order of an iterable dataset's samples.
-        own_iter: whether the class has an iterator that is not torch's, which may change batches.
     """
 
     kind: LoaderKind
@@ -57,7 +56,6 @@ class LoaderSpec:
     drop_last: bool
     read_ahead: int
     workers: int = 0
-    own_iter: bool = False
 
 
 def inspect_loader(loader: object) -> LoaderSpec:
@@ -65,7 +63,7 @@ def inspect_loader(loader: object) -> LoaderSpec:
 
     Raises:
         IndivisibleError: not a `DataLoader`, or one whose batches cannot be divided.
-        TypeError: it is to continue from a state of its own.
+        TypeError: its ``load_state_dict`` was called.
     """
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
@@ -83,7 +81,7 @@ def inspect_loader(loader: object) -> LoaderSpec:
             f"load_state_dict of the train loader ({name}) was called, but the strategy itself continues an epoch where"
             " the Trainer's checkpoint stopped: do not call it, or use strategy='ddp'"
         )
-    drawn_from, own_iter = _probed(loader)
+    drawn_from, own_iter = probed(loader)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
             raise IndivisibleError(
@@ -111,8 +109,7 @@ def inspect_loader(loader: object) -> LoaderSpec:
                 " batch_size, or pass sampler=BatchSampler(...)"
             )
         if type(source) is not BatchSampler:
-            drop_last = bool(getattr(source, "drop_last", False))
-            return _spec(loader, "batch_sampler", None, drop_last, own_iter=own_iter)
+            return _spec(loader, "batch_sampler", None, bool(getattr(source, "drop_last", False)))
         sampler, batch_size, drop_last = source.sampler, source.batch_size, source.drop_last
     elif batch_size == 1 and _kind_of(sampler) in ("sampler", "distributed_subclass") and yields_batches(sampler):
         raise IndivisibleError(
@@ -120,7 +117,7 @@ def inspect_loader(loader: object) -> LoaderSpec:
             " DataLoader(batch_size=1) and cannot be divided by speed: pass it as batch_sampler, or set"
             " batch_size=None"
         )
-    return _spec(loader, _kind_of(sampler), batch_size, drop_last, own_iter=own_iter)
+    return _spec(loader, _kind_of(sampler), batch_size, drop_last)
 
 
 def _spec(loader: DataLoader, kind: LoaderKind, batch_size: int | None, drop_last: bool, **known: Any) -> LoaderSpec:
@@ -148,7 +145,7 @@ def batch_source(loader: DataLoader) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
-def _probed(loader: DataLoader) -> tuple[bool, bool]:
+def probed(loader: DataLoader) -> tuple[bool, bool]:
     """Returns whether a subclass draws from the batch sampler, where ours will be, and whether its iterator is its own.
 
     Asked of a copy with an empty sampler, and with an empty stream.
@@ -231,14 +228,12 @@ class _Parts(BatchFeed):
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin(iterator: object) -> Iterator[Any]:
-            ranks = self.looks_on(iterator)
-            return self._looked_at(own, ranks) if ranks else self._trained_on(own)
+            if not (ranks := self.looks_on(iterator)):
+                return self._trained_on(own)
+            self.sampler.begin_look(ranks)
+            return own()
 
         return LazyIterator(begin)
-
-    def _looked_at(self, own: Callable[[], Iterator[Any]], ranks: int) -> Iterator[Any]:
-        self.sampler.begin_look(ranks)
-        return own()
 
     def _trained_on(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler = self.sampler

@@ -235,7 +235,10 @@ class BalancedBinder(PartBinder[_Balanced]):
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
-            rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
+            said = "an infinite stream cannot be repositioned: the resumed run reads it from its start"
+            if hasattr(loader, "load_state_dict") and not compat.last_batch_done(self._trainer):
+                raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
+            rank_zero_warn(said)
         unsized = not hasattr(loader.dataset, "__len__")
         bound = _Balanced(spec=spec, full=sizes.total, order=None, unsized=unsized, sizes=sizes)
         return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -156,6 +156,29 @@ class Dropping(DataLoader):
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([data(SAMPLES)[i] for i in range(SAMPLES)])
+
+
+class Endless(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return cycle(super().__iter__())
+
+
+def endless(rank: int, world: int, folder: str) -> str:
+    def resumed_at(ckpt: str | None, *saver: Any) -> Any:
+        loader = state_loader(StateLoader, Endless())
+        return fit(
+            rank, world, balanced(stream="infinite"), loader, ckpt=ckpt, callbacks=list(saver), limit_train_batches=6
+        )
+
+    resumed_at(None, Saver(folder, [STOPS]))
+    with pytest.raises(ValueError) as refused:
+        resumed_at(f"{folder}/batch-1-2.ckpt")
+    return str(refused.value)
+
+
+def test_an_endless_stream_behind_a_loader_with_a_state_does_not_resume_inside_an_epoch(tmp_path: Any) -> None:
+    for said in run_ranks(2, endless, str(tmp_path)):
+        assert "an infinite stream cannot be repositioned" in said and "torch.utils.data.DataLoader" in said
 
 
 def loaded() -> DataLoader:
