@@ -125,6 +125,13 @@ class BalancedBinder(PartBinder[_Balanced]):
             self._announced = ()
         if self.equal is not None:
             stock: Any = compat.stock_train_loader(self._trainer, users_own(loader))
+            inside = compat.batches_trained(self._trainer) and not compat.last_batch_done(self._trainer)
+            if inside and "restore" in vars(stock):  # of litData's, which the Trainer never lets come to its end
+                raise ValueError(
+                    f"the checkpoint was made in the middle of an epoch, and {type(stock).__name__} would begin each"
+                    " later epoch there, too, as it does under stock DDP: resume from a checkpoint made at the end of"
+                    " an epoch"
+                )
             if self._own:
                 check_own_batches(stock, self.equal, self._trainer, self._channel)
             return stock
@@ -262,7 +269,10 @@ class BalancedBinder(PartBinder[_Balanced]):
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
-            rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
+            said = "an infinite stream cannot be repositioned: the resumed run reads it from its start"
+            if hasattr(loader, "load_state_dict") and not compat.last_batch_done(self._trainer):
+                raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
+            rank_zero_warn(said)
         unsized = not hasattr(loader.dataset, "__len__")
         bound = _Balanced(spec=spec, full=sizes.total, order=None, unsized=unsized, sizes=sizes)
         return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)
