@@ -147,7 +147,7 @@ def test_ranks_that_rest_neither_hang_nor_count(name: str) -> None:
 
 
 def resized(rank: int, world: int, workers: int) -> Any:
-    monitor = StragglerMonitor(prog_bar=False)
+    monitor = StragglerMonitor()
     extra = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     strategy = federated(policy=Scripted(), local_steps=2)
     module, trainer = fit(rank, world, strategy, own(PARTS[rank], BATCH, **extra), callbacks=[monitor], max_epochs=2)
