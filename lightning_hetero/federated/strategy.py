@@ -53,7 +53,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             rank has.
         server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
         proximal: strength of FedProx's pull towards the last average, mu; 0: none.
-        participation: part of the ranks that take part in a round, drawn again for each.
         min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
             ``None``: a lost rank ends the run, as under DDP.
         liveness_s: with ``min_clients``, silence after which a rank is left out where the others meet.
@@ -89,7 +88,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         max_samples: int | Sequence[int] | None = None,
         server: ServerName | ServerOptimizer | None = None,
         proximal: float = 0.0,
-        participation: float = 1.0,
         min_clients: int | None = None,
         liveness_s: float = 30.0,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
@@ -117,7 +115,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         self.settings = FederatedSettings(
             local_steps=local_steps, policy=policy, min_samples=min_samples, max_samples=max_samples,
             server=server_by_name(server), proximal=real("proximal", proximal), min_clients=min_clients,
-            participation=real("participation", participation, above=True, most=1.0),
             liveness_s=real("liveness_s", liveness_s, above=True),
         )  # fmt: skip
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-
 _BUCKET = 4_000_000  # numbers that travel at once: 32 MB
 
 Entry = tuple[int, int, str]

@@ -29,7 +29,6 @@ from tests.ranks.harness import run_ranks
         ({"policy": "fedavg", "predictor": "ewma"}, "looks at no speeds and has no use for predictor"),
         ({"min_samples": -1}, "min_samples=-1 must be a whole number >= 0"),
         ({"proximal": -0.1}, "proximal=-0.1 must be a finite number >= 0"),
-        ({"participation": 0}, "participation=0 must be a finite number > 0 and <= 1"),
         ({"server": "sgd"}, "server='sgd' must be one of"),
     ],
 )
