@@ -33,7 +33,6 @@ from lightning_hetero.types import Cluster, Link, ModelCost
 _FEW = 3  # layers in a stage, below which their median says nothing
 _SMALL = 0.1  # of the mean layer of a stage
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
-_NOTHING_S = 1e-12
 _BESIDE = 50  # batches within which measurements of a rank's links count together
 _BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
 _UNSTEADY, _STEADY = 3, 10  # first times of a rank at rest: ignored so many; compared with the mean up to so many

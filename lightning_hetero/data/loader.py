@@ -199,14 +199,12 @@ class _Parts(BatchFeed):
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin(iterator: object) -> Iterator[Any]:
-            ranks = self.looks_on(iterator)
-            return self._looked_at(own, ranks) if ranks else self._trained_on(own)
+            if ranks := self.looks_on(iterator):
+                self.sampler.begin_look(ranks)
+                return own()
+            return self._trained_on(own)
 
         return LazyIterator(begin)
-
-    def _looked_at(self, own: Callable[[], Iterator[Any]], ranks: int) -> Iterator[Any]:
-        self.sampler.begin_look(ranks)
-        return own()
 
     def _trained_on(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler = self.sampler
