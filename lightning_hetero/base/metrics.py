@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.measure.device import device_of
-
 _DIMS = 8  # of a tensor, at most
 
 
@@ -29,10 +27,9 @@ def is_mean(reduce_op: object) -> bool:
 def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup) -> Tensor:
     """Replaces ``value`` by ``sum_r w_r v_r / sum_r w_r`` over the group, in place, and returns it.
 
-    With all weights zero it is the plain mean. Any shape; the arithmetic is float64 where the device has it.
+    With all weights zero it is the plain mean. Any shape; the arithmetic is float64.
     """
-    wide = device_of(value.device).widest_float()
-    flat = value.detach().to(wide).reshape(-1)
+    flat = value.detach().to(torch.float64).reshape(-1)
     weighted = flat * weight if weight else torch.zeros_like(flat)  # a dummy batch may be NaN
     packed = torch.cat([weighted, flat.new_full((1,), weight), flat])
     dist.all_reduce(packed, group=group)

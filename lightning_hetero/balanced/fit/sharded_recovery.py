@@ -5,7 +5,7 @@
     after it    all ranks say whether they have more to compute; who has not takes part with samples that count nothing
 
 So what the peers have computed stays, and nothing is computed twice but by the rank that ran out of memory. Two small
-gatherings on the side channel in a step without failures: behind ``training_step``, and along with the last scatter.
+gatherings on the side channel in a step without failures: behind ``training_step``, and during the last scatter.
 """
 
 from __future__ import annotations
