@@ -181,6 +181,7 @@ def test_the_others_are_balanced_while_a_ranks_stream_is_through(through_at: int
     for rank in ranks:
         rank.controller.drain()
         assert rank.shares == ranks[0].shares
-        assert rank.controller.report is None if not through_at else rank.controller.report.step < through_at
+        report = rank.controller.report
+        assert (report is None) == (not through_at) and (report is None or report.step < through_at)
     _, one, two = ranks[0].controller.policy.shares
     assert one > 1.5 * two
