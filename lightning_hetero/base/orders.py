@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -60,8 +59,6 @@ class OrderFinder:
                 " `batch` instead"
             )
         spec = inspect_loader(loader)
-        if spec.kind == "stream" and self._stream == "finite":
-            spec = replace(spec, samples=None)  # a length would be this rank's, and is not relied upon
         assert isinstance(loader, DataLoader)
         if spec.kind == "batch_sampler" and self._batch_sampler == "refuse":
             raise IndivisibleError(

@@ -29,6 +29,7 @@ from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, 
 from lightning_hetero.data.order import Channel
 
 StreamMode = Literal["infinite", "shared", "finite"]
+_Numbers = Callable[[], Sequence[Sequence[float]]]  # of samples, by rank, once they have come
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,11 @@ class RebatchedStream(BatchFeed):
             asked_s = time.perf_counter()
             shares = self.split(epoch, step, total)
             started_s += time.perf_counter() - asked_s
-            mine = self._part_of(block, shares) if self.mode == "shared" else self._own(step, samples, shares)
+            if self.mode == "shared":
+                offset, share = sum(shares[: self.channel.rank]), shares[self.channel.rank]
+                mine = block[offset : offset + share] or list(islice(cycle(block), self.least))
+            else:
+                mine = self._own(step, samples, shares)
             yield self._hand_out(epoch, step, mine, shares, started_s)
 
     def _hand_out(self, epoch: int, step: int, samples: list[Any], shares: tuple[int, ...], started_s: float) -> Any:
@@ -128,11 +133,6 @@ class RebatchedStream(BatchFeed):
             )
         )  # fmt: skip
         return batch
-
-    def _part_of(self, block: list[Any], shares: Sequence[int]) -> list[Any]:
-        """Returns this rank's samples of a global batch."""
-        offset = sum(shares[: self.channel.rank])
-        return block[offset : offset + shares[self.channel.rank]] or list(islice(cycle(block), self.least))
 
     def _own(self, step: int, samples: Iterator[Any], shares: Sequence[int]) -> list[Any]:
         """Returns the next samples of this rank's own stream."""
@@ -153,8 +153,13 @@ class RebatchedStream(BatchFeed):
         step, limit, self._held = first, self.limit(), []
         coming = self._draw(samples, epoch, first)
         while coming is not None:
-            mine, spent_s, wait = coming
-            shares = tuple(wait())
+            mine, spent_s, rows = coming
+            shares = tuple(int(number) for (number,) in rows())
+            if isinstance(mine, Exception):
+                raise mine
+            if -1 in shares:
+                rank = shares.index(-1)
+                raise RuntimeError(f"the stream of rank {rank} failed at batch {step} of epoch {epoch}, see its error")
             if not any(shares):
                 return
             if step == first and 0 in shares:  # perhaps it has not had any, and needs one for its dummy
@@ -165,20 +170,20 @@ class RebatchedStream(BatchFeed):
             yield self._hand_out(epoch, step, mine or list(islice(cycle(self._dummy), self.least)), shares, started_s)
             step += 1
 
-    def _draw(
-        self, samples: Iterator[Any], epoch: int, step: int
-    ) -> tuple[list[Any], float, Callable[[], Iterator[int]]]:
-        """Returns this rank's samples of a batch, the seconds spent on them, and what waits for all ranks' numbers."""
+    def _draw(self, samples: Iterator[Any], epoch: int, step: int) -> tuple[list[Any] | Exception, float, _Numbers]:
+        """Returns this rank's samples of a batch, the seconds spent on them, and what waits for all ranks' numbers.
+
+        What a stream raises is returned with -1 samples, since the others would wait for this rank.
+        """
         # Who has samples takes some: a batch of ranks that are all through is the end.
         share = max(self.least, self.split(epoch, step, self.global_batch_size)[self.channel.rank])
         started_s = time.perf_counter()
         ahead = 0 if self.loader.drop_last or self.least == 1 else self.least
-        mine, failed = self._held, None
+        mine, taken = self._held, share
         try:
             mine += islice(samples, share + ahead - len(mine))
-        except Exception as error:  # raised once the others know, who would wait for this rank
-            mine, failed = [], error
-        taken = share
+        except Exception as error:
+            return error, 0.0, self.channel.all_gather_row([-1.0])
         if self.loader.drop_last and len(mine) < share:
             mine = []
         elif 0 < len(mine) - share < ahead:  # what is left would be too few for a batch
@@ -186,15 +191,4 @@ class RebatchedStream(BatchFeed):
         mine, self._held = mine[:taken], mine[taken:]
         spent_s = time.perf_counter() - started_s
         self._dummy = self._dummy or mine[: self.least]
-        rows = self.channel.all_gather_row([-1.0 if failed else float(len(mine))])
-
-        def wait() -> Iterator[int]:
-            numbers = [int(number) for (number,) in rows()]
-            if failed is not None:
-                raise failed
-            if -1 in numbers:
-                rank = numbers.index(-1)
-                raise RuntimeError(f"the stream of rank {rank} failed at batch {step} of epoch {epoch}, see its error")
-            return iter(numbers)
-
-        return mine, spent_s, wait
+        return mine, spent_s, self.channel.all_gather_row([float(len(mine))])

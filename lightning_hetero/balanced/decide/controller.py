@@ -30,6 +30,7 @@ from lightning_hetero.types import SpeedSample, StepReport
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
+_Wait = Callable[[], Sequence[Sequence[float]]]  # for all ranks' rows of an exchange
 _MOST_NEWS = 64  # kept for a trace that may not be written
 
 
@@ -175,7 +176,7 @@ class ShareController:
         self.report: StepReport | None = None
         self.news: deque[ShareDecision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
-        self._pending: deque[tuple[Tag, Callable[[], Sequence[Sequence[float]]], Sequence[bool]]] = deque()
+        self._pending: deque[tuple[Tag, _Wait, Sequence[bool]]] = deque()
         self._late: tuple[Tag, Rows, bool] | None = None  # were all ranks measured?
         self._decided: dict[Tag, tuple[tuple[int, ...], Sequence[int]]] = {}  # shares, and the most that ranks may get
         self._local: list[_Step] = []  # since the last exchange
@@ -315,9 +316,7 @@ class ShareController:
             batches=float(max(1, len(self._local))), work=math.fsum(m.work for m in same) / n, **told,
         )  # fmt: skip
 
-    def sent(
-        self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]], short: Sequence[bool] = ()
-    ) -> None:
+    def sent(self, epoch: int, step: int, wait: _Wait, short: Sequence[bool] = ()) -> None:
         """Notes an exchange under way; ``wait()`` returns every rank's row.
 
         Args:

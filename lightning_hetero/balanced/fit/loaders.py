@@ -333,9 +333,8 @@ class BalancedBinder(PartBinder[_Balanced]):
         return scale_shares(shares, total, upper=upper, least=bound.sizes.least)
 
     def used(self, bound: _Balanced, batches: int) -> int:
-        if self.settings.stream == "shared":
-            return super().used(bound, batches)
-        return self._used[batches][self._channel.rank] if batches in self._used else 0
+        by_rank = self._used.get(batches, [0] * self._channel.world_size)
+        return super().used(bound, batches) if self.settings.stream == "shared" else by_rank[self._channel.rank]
 
     def short(self, part: Part) -> Sequence[bool]:
         """Returns which ranks had fewer samples than their share, since their finite streams end; empty: none can."""
@@ -380,8 +379,6 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""
-        if self.equal is not None:
-            return {}
         used = self._used.get(compat.batches_trained(self._trainer))
-        more = {"policy": self.policy.state_dict()} | ({"used": used} if used else {})
-        return {**super().state_dict(), **more}
+        more = {"policy": self.policy.state_dict(), **({"used": used} if used else {})}
+        return {} if self.equal is not None else {**super().state_dict(), **more}
