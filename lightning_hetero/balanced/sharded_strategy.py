@@ -61,7 +61,8 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
-        stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+        stream: what an `IterableDataset` is: ``"finite"`` or ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+            Finite streams may be of unequal length: a rank that is through counts nothing until all are.
         batch_cost: the work of this rank's batch, padding included, see `LoadBalancedStrategy`.
         sample_costs: the work of each sample of the train dataset, by index, see `LoadBalancedStrategy`.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times

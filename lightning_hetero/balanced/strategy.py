@@ -32,7 +32,8 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
             the one that these two describe.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
-        stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+        stream: what an `IterableDataset` is: ``"finite"`` or ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+            Finite streams may be of unequal length: a rank that is through counts nothing until all are.
         batch_cost: the work of this rank's batch, padding included, e.g. ``lambda batch: batch["ids"].numel()``, where
             samples differ in it: a long batch is then not taken for a slow device. A method of that name on the
             LightningModule serves too. Default: ``batch_weight`` if given, else the number of samples.

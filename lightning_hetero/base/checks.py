@@ -64,14 +64,14 @@ def check_counts(**counts: int | None) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number >= 1")
 
 
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Checks an argument that has few possible values.
+def check_choice(name: str, value: object, allowed: Sequence[object], *, why: str = "") -> None:
+    """Checks an argument that has few possible values; ``why`` others have no meaning.
 
     Raises:
         ValueError: it is not one of them.
     """
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {allowed}")
+        raise ValueError(f"{name}={value!r} must be one of {allowed}{why}")
 
 
 def check_flags(**flags: bool) -> None:

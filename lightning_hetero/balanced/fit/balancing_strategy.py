@@ -82,7 +82,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)
         check_sample_costs(sample_costs)
-        check_choice("stream", stream, (None, "infinite", "shared"))
+        check_choice("stream", stream, (None, "infinite", "shared", "finite"))
         check_flags(rebalance=rebalance)
         self.policy = _chosen_policy(policy, predictor, dead_band)
         self._plain = PlainBackward()

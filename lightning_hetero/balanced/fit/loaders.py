@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
@@ -103,6 +104,8 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._announced: Sequence[Any] = ()
         self._several = False
         self._own = False  # whether parts are equal because data belong to their rank
+        # By batches of the epoch: the samples of each rank's finite stream that so many have used; the latest two.
+        self._used: dict[int, list[int]] = {}
         self._least = 1
         self._shapes = ShapeNeeds()
         self._bounds = settings.bounds  # with what compiled code needs
@@ -160,7 +163,9 @@ class BalancedBinder(PartBinder[_Balanced]):
         said, self.equal = self.equal, next((objection for objection in objections if objection), None)
         self._own = self.equal is None and len(loaders) == 1
         if self.equal is None:
-            self.equal = self._why_own(loaders if self.settings.stream != "infinite" else indexed(loaders))
+            self.equal = self._why_own(indexed(loaders) if self.settings.stream in ("infinite", "finite") else loaders)
+        if self.settings.stream == "finite":
+            self._check_finite(loaders)
         finder, self.finder = self.finder, None
         if self.equal is None:
             if finder is not None:
@@ -206,6 +211,13 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._bounds = replace(self._bounds, upper=list(sizes))
         finder.found(trainer, sizes, self._asked_batch)
 
+    def _check_finite(self, loaders: Sequence[object]) -> None:
+        why = self.equal or ("there are several" if len(loaders) > 1 else None)
+        if why is None and any(isinstance(m, nn.SyncBatchNorm) for m in self._trainer.lightning_module.modules()):
+            why = "SyncBatchNorm would count the dummy batches of ranks that are through; use BatchNorm or GroupNorm"
+        if why is not None:
+            raise ValueError(f"stream='finite' needs one train loader whose batches can be divided. {why}")
+
     def _objection(self, loaders: Sequence[object]) -> str | None:
         """Returns why one of these loaders' batches cannot be divided, and what would be needed; None: all can be."""
         for loader in loaders:
@@ -215,10 +227,11 @@ class BalancedBinder(PartBinder[_Balanced]):
                 return str(error)
             if spec.kind == "stream" and self.settings.stream is None:
                 return (
-                    "the train dataset is an IterableDataset, and if every rank had its own finite stream, the"
-                    f" fast ones would only run out of data first. Say {self._strategy_name}(stream='infinite') if"
-                    " every rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps"
-                    " its part of every global batch)"
+                    "the train dataset is an IterableDataset, and nobody has said whether ranks share its samples or"
+                    " when they end; ranks of unequal numbers of batches then wait without end. Say"
+                    f" {self._strategy_name}(stream='finite') if every rank has its own stream and ends when it ends,"
+                    " stream='infinite' if every rank's is endless, or stream='shared' if all read the same one (each"
+                    " keeps its part of every global batch)"
                 )
         return None
 
@@ -268,13 +281,18 @@ class BalancedBinder(PartBinder[_Balanced]):
         sizes = self._sizes_of(spec, self.orders.batch_of_all(spec))
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
-        if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
+        finite, done = self.settings.stream == "finite", compat.batches_trained(self._trainer)
+        if self.settings.stream == "infinite" and done:
             said = "an infinite stream cannot be repositioned: the resumed run reads it from its start"
             if hasattr(loader, "load_state_dict") and not compat.last_batch_done(self._trainer):
                 raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
             rank_zero_warn(said)
-        unsized = not hasattr(loader.dataset, "__len__")
-        bound = _Balanced(spec=spec, full=sizes.total, order=None, unsized=unsized, sizes=sizes)
+        if finite and len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
+            self._used = {done: used}
+        bound = _Balanced(
+            spec=spec, full=sizes.total, order=None, read_ahead=int(finite),  # see `RebatchedStream`
+            unsized=finite or not hasattr(loader.dataset, "__len__"), sizes=sizes,
+        )  # fmt: skip
         return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -358,10 +376,31 @@ class BalancedBinder(PartBinder[_Balanced]):
         upper = [u * bound.full // full for u in most]
         return scale_shares(shares, total, upper=upper, least=bound.sizes.least)
 
+    def used(self, bound: _Balanced, batches: int) -> int:
+        by_rank = self._used.get(batches, [0] * self._channel.world_size)
+        return super().used(bound, batches) if self.settings.stream == "shared" else by_rank[self._channel.rank]
+
+    def short(self, part: Part) -> Sequence[bool]:
+        """Returns which ranks had fewer samples than their share, since their finite streams end; empty: none can."""
+        if self.settings.stream != "finite" or self.controller is None:
+            return ()
+        shares = self.controller.full_shares(part.epoch, part.step)
+        return [n < share for n, share in zip(part.shares, shares, strict=True)]
+
     def open(self, step: int) -> Part:
         """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""
         if len(self._bound) == 1:
-            return super().open(step)
+            part = super().open(step)
+            if self.settings.stream == "finite":
+                before = self._used.get(step) if step else [0] * len(part.shares)
+                if before is None:
+                    raise ValueError(
+                        f"training goes on after {step} batches in the middle of an epoch, and it is not known how many"
+                        " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on"
+                        " as many ranks as then, or from one made at the end of an epoch"
+                    )
+                self._used = {step: before, step + 1: [a + b for a, b in zip(before, part.shares, strict=True)]}
+            return part
         taken = [(bound, bound.handed.take(step)) for bound in self._bound]
         if not (parts := {id(bound): part for bound, part in taken if part is not None}):
             return super().open(step)  # raises
@@ -389,4 +428,6 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""
-        return {} if self.equal is not None else {**super().state_dict(), "policy": self.policy.state_dict()}
+        used = self._used.get(compat.batches_trained(self._trainer))
+        more = {"policy": self.policy.state_dict(), **({"used": used} if used else {})}
+        return {} if self.equal is not None else {**super().state_dict(), **more}
