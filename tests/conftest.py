@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import guards
 from tests.garbage import search_rarely
+from tests.installed import read_once
 from tests.simgpu.sim.build import why_not
 
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu", "simgpu")
@@ -56,6 +57,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        read_once()
         search_rarely()
         gc.enable()
 
