@@ -26,9 +26,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.loaders import BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.run import BalancedRun
+from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Trainer
@@ -19,40 +19,23 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
-from lightning_hetero.balanced.fit.known_speed import KnownSpeed
-from lightning_hetero.balanced.fit.size_trials import size_trials
+from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
+from lightning_hetero.balanced.fit.settings import BalanceSettings
+from lightning_hetero.balanced.fit.size_trials import found_sizes
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.base.own_data import check_own_batches, indexed
 from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
-from lightning_hetero.callbacks.work import BatchCost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.order import Channel
-from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BalanceSettings:
-    """The strategy's own arguments; see `LoadBalancedStrategy`."""
-
-    policy: BalancePolicy
-    rebalance: bool = True
-    batch_cost: BatchCost | None = None
-    bounds: ShareBounds = field(default_factory=ShareBounds)
-    learns: bool = False  # most samples, from the first step on
-    quantum: int | Literal["auto"] = "auto"
-    stream: StreamMode | None = None
-    exchange_every: int | None = None
-    sample_costs: Sequence[float] | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -81,23 +64,21 @@ class BalancedBinder(PartBinder[_Balanced]):
         policy: decides shares; started here once the batch sizes are known.
         shared, settings: the strategy's arguments.
         strategy_name: class of the strategy, for messages.
-        known: the speed of this device from an earlier run, if it may count.
+        earlier: what is known of this device from earlier runs.
 
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
         equal: why the loaders in use are trained on in equal parts, as by stock DDP; None: they are divided by speed.
-        known_most: the most samples of this rank's part that an earlier run has found to fit; None: it has not.
     """
 
     def __init__(
         self, trainer: Trainer, channel: Channel, policy: BalancePolicy, shared: SharedSettings,
-        settings: BalanceSettings, *, strategy_name: str, known: KnownSpeed | None = None,
+        settings: BalanceSettings, *, strategy_name: str, earlier: EarlierRuns,
     ) -> None:  # fmt: skip
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=settings.stream)
-        self.settings, self.policy, self._known = settings, policy, known
+        self.settings, self.policy, self.earlier = settings, policy, earlier
         self.controller: ShareController | None = None
         self.equal: str | None = None
-        self.known_most: int | None = None
         self._asked_batch = shared.global_batch_size
         self.finder: HeteroBatchSizeFinder | None = None  # until it has found
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
@@ -155,7 +136,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         module, device = self._trainer.lightning_module, device_of(self._trainer.strategy.root_device)
         compiled = compiled_parts(module, device)
         needs = ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())
-        mine = self._objection(loaders), least_samples(module), needs, self._known and self._known.read()
+        mine = self._objection(loaders), least_samples(module), needs, self.earlier.read()
         objections, leasts, everyone, speeds = zip(*self._channel.all_gather_object(mine), strict=True)
         self._least, self._shapes = max(leasts), ShapeNeeds.of_all(everyone)
         self.policy.recall(speeds)
@@ -179,37 +160,24 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
             )
         if self.equal != said:
-            ours = self.settings
-            options = {"min_samples": ours.bounds.lower, "max_samples": ours.bounds.upper}
-            options |= {"sample_costs": ours.sample_costs, "quantum": None if ours.quantum in (1, "auto") else 0}
-            idle = [name for name, value in options.items() if value is not None]
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as its stock strategy does, and cannot make up for slow"
-                f" ranks: {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
+                f" ranks: {self.equal}{self.settings.without_effect()}"
             )
 
     def _find_sizes(self, finder: HeteroBatchSizeFinder, loaders: Sequence[Any]) -> None:
         """Tries what fits, all ranks equally often, and takes it as if the user had given it."""
-        bounds, channel, trainer = self.settings.bounds, self._channel, self._trainer
+        bounds = self.settings.bounds
         if bounds.upper is not None or len(loaders) > 1:
             what = "with several train loaders" if bounds.upper is None else f"with max_samples={bounds.upper!r}"
             raise ValueError(f"HeteroBatchSizeFinder cannot be combined {what}: drop one of them")
-        sizes = finder.sizes if len(finder.sizes) == channel.world_size else ()
-        if not sizes:
-            samples = getattr(loaders[0].dataset, "__len__", lambda: None)()
-            search, device = finder.search(samples), device_of(trainer.strategy.root_device)
-            with size_trials(trainer, loaders[0], device=device, steps=search.steps) as fits:
-                while not all(channel.all_gather_object(search.done)):
-                    search.tell(search.size > 0 and fits(search.size))
-            sizes = tuple(channel.all_gather_object(search.found))
-        if not all(sizes):
-            raise ValueError(f"not even one sample fits the memory of rank {sizes.index(0)}, of {sizes} for all ranks")
+        sizes = found_sizes(finder, self._trainer, loaders[0], self._channel)
         if self._asked_batch is None:
             self._asked_batch = sum(sizes)
             self.orders.settle(self._asked_batch)
         self.settings = replace(self.settings, bounds=replace(bounds, upper=list(sizes)))
         self._bounds = replace(self._bounds, upper=list(sizes))
-        finder.found(trainer, sizes, self._asked_batch)
+        finder.found(self._trainer, sizes, self._asked_batch)
 
     def _check_finite(self, loaders: Sequence[object]) -> None:
         why = self.equal or ("there are several" if len(loaders) > 1 else None)
@@ -419,12 +387,11 @@ class BalancedBinder(PartBinder[_Balanced]):
             self.policy.load_state_dict(policy)
             known = policy.get("most_samples", ())
             if len(known) == self._channel.world_size:
-                self.known_most = known[self._channel.rank]
+                self.earlier.most = known[self._channel.rank]
 
     def keep_speed(self) -> None:
         """Keeps what the policy has learned of this rank for later runs."""
-        if self._known is not None and (learned := self.policy.learned(self._channel.rank)) is not None:
-            self._known.write(learned)
+        self.earlier.write(self.policy.learned(self._channel.rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""

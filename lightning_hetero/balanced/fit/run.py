@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.known_speed import KnownSpeed
-from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
+from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
+from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.balanced.fit.recovery import Recovery
+from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.signals import SignalsTogether
 from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
@@ -86,9 +87,9 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.part: Part | None = None
         channel = self.channel if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
-        known = KnownSpeed(trainer, own_device) if self.fitting and self.rebalancer.enabled else None
+        earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
         self.binder = BalancedBinder(
-            trainer, channel, self.policy, shared, settings, strategy_name=name, known=known
+            trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier
         )  # fmt: skip
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
@@ -223,7 +224,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def _go_on(self) -> None:
         """Takes over, once, what an earlier run has learned of this rank's memory."""
-        known, self.binder.known_most = self.binder.known_most, None
+        earlier = self.binder.earlier
+        known, earlier.most = earlier.most, None
         if known is not None:
             self.cap.goes_on(-(-known // self.binder.pieces))
 

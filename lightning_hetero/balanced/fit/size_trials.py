@@ -17,12 +17,36 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_runner import PieceRunner
 from lightning_hetero.balanced.fit.recovery import alone, loss_of
 from lightning_hetero.balanced.runtime.pieces import PieceGradients, free_memory
+from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.data.layouts import first_samples
+from lightning_hetero.data.order import Channel
 from lightning_hetero.lightning_compat.patches import patched, replace_methods
-from lightning_hetero.measure.device import HostDevice, is_out_of_memory
+from lightning_hetero.measure.device import HostDevice, device_of, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
 _SAMPLES = 64  # of the train data, again and again
+
+
+def found_sizes(
+    finder: HeteroBatchSizeFinder, trainer: Trainer, loader: DataLoader, channel: Channel
+) -> tuple[int, ...]:
+    """Returns how many samples fit each rank: as a checkpoint says, or by trials, equally many on all ranks.
+
+    Raises:
+        ValueError: not even one fits some rank.
+        TypeError: see `size_trials`.
+    """
+    sizes = finder.sizes if len(finder.sizes) == channel.world_size else ()
+    if not sizes:
+        samples = getattr(loader.dataset, "__len__", lambda: None)()
+        search, device = finder.search(samples), device_of(trainer.strategy.root_device)
+        with size_trials(trainer, loader, device=device, steps=search.steps) as fits:
+            while not all(channel.all_gather_object(search.done)):
+                search.tell(search.size > 0 and fits(search.size))
+        sizes = tuple(channel.all_gather_object(search.found))
+    if not all(sizes):
+        raise ValueError(f"not even one sample fits the memory of rank {sizes.index(0)}, of {sizes} for all ranks")
+    return sizes
 
 
 @contextmanager

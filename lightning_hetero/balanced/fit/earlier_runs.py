@@ -27,17 +27,23 @@ _MOST = 64  # kinds of work per device
 _LEAST = 5  # steps that a speed must rest on
 
 
-class KnownSpeed:
-    """What is kept of this device, for the kind of work that a fit is.
+class EarlierRuns:
+    """What earlier runs have learned of this device, for the kind of work that a fit is.
 
     Two fits are of one kind if their modules have the same class and size, at the same precision, on as many devices.
 
     Args:
         trainer: of the fit; the ranks' devices are known.
         device: of this rank.
+        counts: whether speeds are read and kept at all.
+
+    Attributes:
+        most: the most samples of this rank's part that the run of a checkpoint has found to fit; None: it has not.
     """
 
-    def __init__(self, trainer: Trainer, device: HostDevice) -> None:
+    def __init__(self, trainer: Trainer, device: HostDevice, *, counts: bool) -> None:
+        self.most: int | None = None
+        self._counts = counts
         module = trainer.lightning_module
         name = device.identity() or f"{device.name()}-{trainer.local_rank}"
         folder = Path(os.environ.get("LIGHTNING_HETERO_CACHE") or "~/.cache/lightning_hetero").expanduser()
@@ -57,16 +63,16 @@ class KnownSpeed:
     def read(self) -> Learned | None:
         """Returns what was learned last from this kind of work; None: nothing, or nothing that can be used."""
         try:
-            predictor, state, guard = self._all()[self._work]
+            predictor, state, guard = self._all()[self._work] if self._counts else None
             numbers = [x for value in state.values() for x in (value if isinstance(value, list) else [value])]
             sound = all(map(math.isfinite, [*numbers, *guard.values()]))
             return (predictor, state, guard) if sound else None
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
-    def write(self, learned: Learned) -> None:
+    def write(self, learned: Learned | None) -> None:
         """Keeps what was learned, if it rests on enough steps."""
-        if learned[1].get("updates", 0) < _LEAST:
+        if learned is None or not self._counts or learned[1].get("updates", 0) < _LEAST:
             return
         kept = self._all()
         kept.pop(self._work, None)
