@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.pipeline.depth import per_link_depth
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row, route
+from lightning_hetero.pipeline.decide.schedule import Kind, PipelineTimes, Row, Step, route
 
 
 def proportional(
@@ -34,15 +34,14 @@ def proportional(
     def row(seconds: float) -> Row:
         return tuple(seconds * size for size in sizes)
 
-    links, none = tuple(map(row, link_s or [0.0] * (len(forward_s) - 1))), row(0.0)
-    return PipelineTimes(
-        forward_s=tuple(map(row, forward_s)), backward_s=tuple(map(row, backward_s)),
-        before_forward_s=none, before_backward_s=none,
-        head_forward_s=row(head_s[0]), head_backward_s=row(head_s[1]),
-        link_forward_s=links, link_backward_s=links,
-        loop_forward_s=row(loop_s), loop_backward_s=row(loop_s),
-        devices=tuple(devices or range(len(forward_s))),
-    )  # fmt: skip
+    devices = tuple(devices or range(len(forward_s)))
+    links_s, head = [*(link_s or [0.0] * (len(forward_s) - 1)), loop_s], sum(head_s)
+
+    def seconds(step: Step) -> float:
+        kinds = {Kind.SEND: links_s, Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s}
+        return head if step.kind is Kind.HEAD else kinds[step.kind][step.cut]
+
+    return PipelineTimes(devices=devices, seconds=tuple(row(seconds(step)) for step in route(devices)))
 
 
 def one_f_one_b(times: PipelineTimes) -> SchedulePolicy:

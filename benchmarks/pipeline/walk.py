@@ -18,9 +18,10 @@ from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
 from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.generate import generate
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes
+from lightning_hetero.pipeline.decide.schedule import Schedule
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace, SlowClock
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
@@ -95,8 +96,9 @@ class Walk:
     ) -> StageRunner:
         net, rank, links = self.net, self.rank, case.cluster.links
 
-        def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
-            return times_of(model, case.cluster, replace(group, micro_batches=samples))
+        def schedule(samples: tuple[int, ...]) -> Schedule:
+            times = times_of(model, case.cluster, replace(group, micro_batches=samples))
+            return generate(times, policy_of(self.entry.policy, group, times))
 
         if emulated and sleeps_inside:
             speed = case.cluster.devices[rank].speed
@@ -132,8 +134,7 @@ class Walk:
             list(net.layers),
             group=group,
             cut=BackboneCut(net.layers) if self.leads else None,
-            times=times,
-            policy=lambda times: policy_of(self.entry.policy, group, times),
+            schedule=schedule,
         )
 
     def step(self, step: int) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields, replace
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from lightning_hetero.checked import mapping
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row
+from lightning_hetero.pipeline.decide.schedule import Kind, PipelineTimes, Row, Step, route
 from lightning_hetero.types import AffineCost, Cluster, Event, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 _TIMES, _PARTS = ("forward", "backward"), ("layers", "before", "head")
@@ -72,8 +71,8 @@ def recorded(events: Iterable[Event]) -> tuple[Cluster, ModelCost | None] | None
     return cluster_from_plain(plans[-1]["cluster"]), None if profile is None else model_from_plain(profile)
 
 
-def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTimes:
-    """Returns what each part of a pipeline takes by the costs it was planned from, micro-batch by micro-batch.
+def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan, calls: int = 1) -> PipelineTimes:
+    """Returns what each step of a pipeline takes by the costs it was planned from, micro-batch by micro-batch.
 
     Its bottleneck and its fill are those of `solvers.chain`: one model, spelled for splits there, for operations here.
     Where memory makes a plan keep fewer micro-batches in flight than links ask for, generate with the plan's depths:
@@ -83,6 +82,9 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
         model: costs by layer, on a device of speed 1.
         cluster: devices and links.
         group: the pipeline; its ranks, cuts and micro-batches count.
+        calls: of the backbone per training step, each on the stages of all: with S stages, stage s of call k is number
+            k * S + s, on the same device; the way from one call to the next leads over the leader, as the way to the
+            head does.
 
     >>> from lightning_hetero.types import Device, LayerCost, Link
     >>> one, free = AffineCost(fixed_s=0.0, per_sample_s=1.0), AffineCost(fixed_s=0.0, per_sample_s=0.0)
@@ -91,59 +93,30 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
     >>> devices = (Device(name="a", speed=2.0), Device(name="b"))
     >>> cluster = Cluster(devices=devices, links=((Link(bandwidth_bytes_per_s=8.0),) * 2,) * 2)
     >>> group = GroupPlan(ranks=(0, 1), cuts=(0, 2, 3), samples=3, micro_batches=(2, 1), depths=(2, 2))
-    >>> times = times_of(ModelCost(layers=(layer,) * 3, before=ends, head=ends), cluster, group)
-    >>> times.forward_s, times.link_forward_s, times.loop_forward_s
-    (((2.0, 1.0), (2.0, 1.0)), ((1.0, 0.5),), (1.0, 0.5))
+    >>> times_of(ModelCost(layers=(layer,) * 3, before=ends, head=ends), cluster, group).seconds[:4]
+    ((2.0, 1.0), (1.0, 0.5), (2.0, 1.0), (1.0, 0.5))
     """
     ranks, cuts, sizes = group.ranks, group.cuts, group.micro_batches
-    stages = [(rank, model.layers[a:b]) for rank, (a, b) in zip(ranks, pairwise(cuts), strict=True)]
-    first, last = ranks[0], ranks[-1]
+    devices = tuple(range(len(ranks))) * calls
 
-    def by_size(seconds: Callable[[int], float]) -> Row:
-        known = {size: seconds(size) for size in set(sizes)}  # there are few
+    def row(step: Step) -> Row:
+        rank, layer = ranks[step.device], cuts[step.cut % len(ranks) + 1]
+        if step.is_message:
+            per_sample_bytes, link = model.layers[layer - 1].output_bytes, cluster.links[rank][ranks[step.to_device]]
+            known = {size: link.seconds(size * per_sample_bytes) for size in set(sizes)}  # there are few
+        else:
+            costs, speed = list(_costs(step)), cluster.devices[rank].speed
+            known = {size: sum(cost.seconds(size) for cost in costs) / speed for size in set(sizes)}
         return tuple(known[size] for size in sizes)
 
-    def compute(rank: int, costs: Iterable[AffineCost]) -> Row:
-        parts, speed = list(costs), cluster.devices[rank].speed
-        return by_size(lambda size: sum(cost.seconds(size) for cost in parts) / speed)
+    def _costs(step: Step) -> Iterable[AffineCost]:
+        if step.kind is Kind.HEAD:
+            return model.head.forward, model.head.backward
+        stage = step.stage % len(ranks)
+        own = (*((model.before,) if step.stage == 0 else ()), *model.layers[cuts[stage] : cuts[stage + 1]])
+        return (cost.forward if step.kind is Kind.FORWARD else cost.backward for cost in own)
 
-    def message(source: int, target: int, cut: int) -> Row:
-        per_sample_bytes, link = model.layers[cut - 1].output_bytes, cluster.links[source][target]
-        return by_size(lambda size: link.seconds(size * per_sample_bytes))
-
-    hops = [(a, b, cut) for (a, b), cut in zip(pairwise(ranks), cuts[1:-1], strict=True)]
-    none = by_size(lambda _: 0.0)
-    loop = (message(last, first, cuts[-1]), message(first, last, cuts[-1])) if len(ranks) > 1 else (none, none)
-    return PipelineTimes(
-        forward_s=tuple(compute(rank, [layer.forward for layer in layers]) for rank, layers in stages),
-        backward_s=tuple(compute(rank, [layer.backward for layer in layers]) for rank, layers in stages),
-        before_forward_s=compute(first, [model.before.forward]),
-        before_backward_s=compute(first, [model.before.backward]),
-        head_forward_s=compute(first, [model.head.forward]), head_backward_s=compute(first, [model.head.backward]),
-        link_forward_s=tuple(message(a, b, cut) for a, b, cut in hops),
-        link_backward_s=tuple(message(b, a, cut) for a, b, cut in hops), loop_forward_s=loop[0],
-        loop_backward_s=loop[1], devices=tuple(range(len(ranks))),
-    )  # fmt: skip
-
-
-def called(times: PipelineTimes, calls: int) -> PipelineTimes:
-    """Returns the times of steps that call the backbone several times, each call on the stages of all.
-
-    Stage s of call k is stage k * S + s, on the same device; the way from one call to the next leads over the leader,
-    as the way to the head does. What `times` says of the stages is taken as one call's.
-
-    Args:
-        times: of a step with one call.
-        calls: at least 1.
-    """
-    if calls == 1:
-        return times
-    return replace(
-        times, forward_s=times.forward_s * calls, backward_s=times.backward_s * calls,
-        link_forward_s=((*times.link_forward_s, times.loop_forward_s) * calls)[:-1],
-        link_backward_s=((*times.link_backward_s, times.loop_backward_s) * calls)[:-1],
-        devices=times.devices * calls,
-    )  # fmt: skip
+    return PipelineTimes(devices=devices, seconds=tuple(map(row, route(devices))))
 
 
 def work_s(plan: PipelinePlan, model: ModelCost | None, cluster: Cluster, *, ranks: int) -> tuple[float, ...]:
@@ -153,10 +126,9 @@ def work_s(plan: PipelinePlan, model: ModelCost | None, cluster: Cluster, *, ran
     seconds = [0.0] * ranks
     for group in plan.groups:
         times = times_of(model, cluster, group)
-        for stage, rank in enumerate(group.ranks):
-            seconds[rank] = sum(times.forward_s[stage]) + sum(times.backward_s[stage])
-        ends = (times.before_forward_s, times.before_backward_s, times.head_forward_s, times.head_backward_s)
-        seconds[group.ranks[0]] += sum(map(sum, ends))
+        for step, row in zip(route(times.devices), times.seconds, strict=True):
+            if not step.is_message:
+                seconds[group.ranks[step.device]] += sum(row)
     return tuple(seconds)
 
 

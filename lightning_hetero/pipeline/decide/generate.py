@@ -54,12 +54,8 @@ def generate(times: PipelineTimes, policy: SchedulePolicy) -> Schedule:
         times: what each part of the way takes.
         policy: what may be in flight and what goes first.
 
-    >>> one, none = (1.0, 1.0), (0.0, 0.0)
-    >>> times = PipelineTimes(
-    ...     forward_s=(one, one), backward_s=((2.0, 2.0),) * 2, before_forward_s=none, before_backward_s=none,
-    ...     head_forward_s=none, head_backward_s=none, link_forward_s=(none,), link_backward_s=(none,),
-    ...     loop_forward_s=none, loop_backward_s=none, devices=(0, 1),
-    ... )
+    >>> seconds = {"F": 1.0, "H": 0.0, "B": 2.0, ">": 0.0}
+    >>> times = PipelineTimes(devices=(0, 1), seconds=tuple((seconds[s.kind.value],) * 2 for s in route((0, 1))))
     >>> for operations in generate(times, SchedulePolicy(depths=(2, 2))).operations:
     ...     print(*(f"{op.kind.value}{op.micro_batch}" for op in operations))
     F0 >0 F1 >1 <0 H0 >0 <1 H1 >1 <0 B0 <1 B1

@@ -9,9 +9,10 @@ from functools import lru_cache, partial
 from itertools import chain, pairwise, repeat
 from typing import Literal
 
-from lightning_hetero.cluster.spec import override_cluster
+from lightning_hetero.cluster.spec import equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.decide.schedule import Kind
+from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.schedule import Kind, route
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.solvers.plans import evened
@@ -187,7 +188,7 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
     The whole model takes ``step_s + sample_s * samples`` on a device of speed 1, as a step does in the scenario. What a
     micro-batch costs whatever its size stays as measured: a real processor starts every computation.
     """
-    total_s = _seconds(model.parts, 1e6) or 1.0
+    total_s = sum(time.seconds(1e6) for cost in model.parts for time in (cost.forward, cost.backward)) or 1.0
 
     def part(measured: AffineCost) -> AffineCost:
         share = measured.seconds(1e6) / total_s
@@ -200,11 +201,6 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
     return ModelCost(before=first, layers=tuple(layers), head=last)
 
 
-def _seconds(costs: Sequence[LayerCost], samples: float, parts: Sequence[str] = ("forward", "backward")) -> float:
-    """Returns what a micro-batch takes on a device of speed 1 [s]."""
-    return sum(getattr(cost, part).seconds(samples) for cost in costs for part in parts)
-
-
 def parts_of(model: ModelCost, group: GroupPlan, rank: int, calls: int = 1) -> dict[tuple[Kind, int], float]:
     """Returns which part of the whole model's time each computation of a rank is, by kind and stage of the schedule.
 
@@ -214,18 +210,11 @@ def parts_of(model: ModelCost, group: GroupPlan, rank: int, calls: int = 1) -> d
         rank: global rank.
         calls: of the backbone per step: with S stages, stage s of call k is number k * S + s, and the head the last.
     """
-    samples, stages = max(group.micro_batches), len(group.ranks)
-    whole_s = _seconds(model.parts, samples) or 1.0
-    stage = group.ranks.index(rank)
-    own = (*((model.before,) if stage == 0 else ()), *model.layers[group.cuts[stage] : group.cuts[stage + 1]])
-    parts = {
-        (kind, call * stages + stage): _seconds(own, samples, [name]) / whole_s / calls
-        for call in range(calls)
-        for kind, name in ((Kind.FORWARD, "forward"), (Kind.BACKWARD, "backward"))
-    }
-    if stage == 0:
-        parts[Kind.HEAD, calls * stages] = _seconds([model.head], samples) / whole_s
-    return parts
+    one = replace(group, micro_batches=(max(group.micro_batches),))
+    times = times_of(model, equal_cluster(max(group.ranks) + 1), one, calls)
+    steps = [(s, row[0]) for s, row in zip(route(times.devices), times.seconds, strict=True) if not s.is_message]
+    whole_s = sum(seconds for _, seconds in steps) or 1.0
+    return {(s.kind, s.stage): seconds / whole_s for s, seconds in steps if group.ranks[s.device] == rank}
 
 
 _ROUNDS = 8

@@ -10,7 +10,7 @@ The head counts as stage S. It stands on the leader, position 0, so that the los
 step runs: the last stage's output loops back. A hand-over between stages on the same device is no message and no
 operation.
 
-    times = PipelineTimes(...)              what each part takes, per stage and micro-batch
+    times = PipelineTimes(...)              what each step of the route takes, per micro-batch
     schedule = generate(times, policy)      each device's operations in order, see `generate`
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 Row = tuple[float, ...]
@@ -136,58 +136,25 @@ class Schedule:
     operations: tuple[tuple[Operation, ...], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineTimes:
     """Seconds of one pipeline: S stages, M micro-batches, which may be uneven.
 
     A device computes one thing at a time; a directed pair of devices is one link, which carries one message at a time.
 
     Attributes:
-        forward_s, backward_s: [S][M] of the stages.
-        before_forward_s, before_backward_s: [M] of the training step up to the backbone; on the leader.
-        head_forward_s, head_backward_s: [M] of what follows the backbone, loss included; on the leader.
-        link_forward_s, link_backward_s: [S-1][M] of the messages between stage i and i + 1.
-        loop_forward_s, loop_backward_s: [M] of the messages from the last stage to the head and back.
         devices: position of each stage's device, the leader's 0 first.
+        seconds: [steps][M] of each step of ``route(devices)``. What the training step does before the backbone is
+            part of stage 0; what follows the backbone, loss included, is the head.
     """
 
-    forward_s: Table
-    backward_s: Table
-    before_forward_s: Row
-    before_backward_s: Row
-    head_forward_s: Row
-    head_backward_s: Row
-    link_forward_s: Table
-    link_backward_s: Table
-    loop_forward_s: Row
-    loop_backward_s: Row
     devices: tuple[int, ...]
+    seconds: Table
 
     @property
     def stages(self) -> int:
-        return len(self.forward_s)
+        return len(self.devices)
 
     @property
     def micro_batches(self) -> int:
-        return len(self.forward_s[0])
-
-    @cached_property
-    def seconds(self) -> Table:
-        """Seconds of each step of the route, by micro-batch."""
-        return tuple(self._seconds(step) for step in route(self.devices))
-
-    def _seconds(self, step: Step) -> Row:
-        at = step.stage
-        if step.what is What.ACTIVATION:
-            return (*self.link_forward_s, self.loop_forward_s)[step.cut]
-        if step.what is What.GRADIENT:
-            return (*self.link_backward_s, self.loop_backward_s)[step.cut]
-        if step.kind is Kind.HEAD:
-            return _sum(self.head_forward_s, self.head_backward_s)
-        if step.kind is Kind.FORWARD:
-            return self.forward_s[at] if at else _sum(self.before_forward_s, self.forward_s[0])
-        return self.backward_s[at] if at else _sum(self.backward_s[0], self.before_backward_s)
-
-
-def _sum(a: Row, b: Row) -> Row:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+        return len(self.seconds[0])

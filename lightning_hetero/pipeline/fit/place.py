@@ -24,17 +24,17 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.timer import RestProbe
-from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
-from lightning_hetero.pipeline.decide.generate import SchedulePolicy
+from lightning_hetero.pipeline.decide.costs import times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
 from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes
+from lightning_hetero.pipeline.decide.schedule import Schedule
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import changed_late, refuse_change, refuse_kept
 from lightning_hetero.pipeline.fit.wires import Emulation, RunOnRank, Wires
 from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
-from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
+from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, ScheduleOf, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.changes import Known, divide_anew
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
@@ -247,7 +247,7 @@ class RankInPlan:
         same &= planned.calls == called_before
         if same and self.runner is not None:
             assert group is not None
-            self.runner.follow(self._times_of(group), partial(_policy, group))
+            self.runner.follow(self._schedule_of(group))
         elif not same:
             if self.runner is not None:
                 self.runner.close()
@@ -264,14 +264,14 @@ class RankInPlan:
             module.example_input_array = None
             self._undo.callback(setattr, module, "example_input_array", example)
 
-    def _times_of(self, group: GroupPlan) -> TimesOf:
-        costs, cluster = self.costs, self.planned.cluster
+    def _schedule_of(self, group: GroupPlan) -> ScheduleOf:
+        costs, cluster, calls = self.costs, self.planned.cluster, self.planned.calls
 
-        def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
+        def schedule(samples: tuple[int, ...]) -> Schedule:
             part = replace(group, samples=sum(samples), micro_batches=samples)
-            return called(times_of(costs, cluster, part), calls)
+            return generate(times_of(costs, cluster, part, calls), SchedulePolicy(depths=group.depths * calls))
 
-        return times
+        return schedule
 
     def _runner_of(self, group: GroupPlan) -> StageRunner:
         run, settings = self.run, self.run.settings
@@ -285,7 +285,7 @@ class RankInPlan:
         return StageRunner(
             for_all_plans, run.backbone.layers, group=group,
             cut=run.backbone.cut() if self.leads and not isinstance(run.backbone, Undivided) else None,
-            times=self._times_of(group), policy=partial(_policy, group), calls=self.planned.calls,
+            schedule=self._schedule_of(group), calls=self.planned.calls,
         )  # fmt: skip
 
     def measured(self) -> tuple[list[LinkTime], list[float]]:
@@ -357,11 +357,6 @@ class RankInPlan:
             self._wires.close(failed=self.run.failures.reported)
             if not self.run.failures.reported:
                 del self.copies, self.held  # Trainer's loaders still hold this place
-
-
-def _policy(group: GroupPlan, times: PipelineTimes) -> SchedulePolicy:
-    """Returns what may be in flight under a group's plan, by the stages of all calls of the backbone."""
-    return SchedulePolicy(depths=group.depths * (times.stages // len(group.ranks)))
 
 
 def _structure(plan: PipelinePlan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

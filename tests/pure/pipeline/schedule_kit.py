@@ -43,16 +43,8 @@ def pipelines(
     def row(low: float) -> tuple[float, ...]:
         return tuple(float(rng.randint(round(low), 4)) if whole else rng.uniform(low, 4.0) for _ in range(micro))
 
-    def table(rows: int, low: float) -> tuple[tuple[float, ...], ...]:
-        return tuple(row(low) for _ in range(rows))
-
-    return PipelineTimes(
-        forward_s=table(stages, least), backward_s=table(stages, least),
-        before_forward_s=row(0.0), before_backward_s=row(0.0), head_forward_s=row(least), head_backward_s=row(0.0),
-        link_forward_s=table(stages - 1, 0.0), link_backward_s=table(stages - 1, 0.0),
-        loop_forward_s=row(0.0), loop_backward_s=row(0.0),
-        devices=devices,
-    )  # fmt: skip
+    lows = [0.0 if step.is_message else least for step in route(devices)]
+    return PipelineTimes(devices=devices, seconds=tuple(map(row, lows)))
 
 
 @st.composite

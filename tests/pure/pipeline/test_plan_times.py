@@ -109,11 +109,9 @@ def test_times_by_hand() -> None:
     links = tuple(tuple(Link(bandwidth_bytes_per_s=10.0, latency_s=a + b / 10) for b in range(3)) for a in range(3))
     group = GroupPlan(ranks=(2, 1), cuts=(0, 1, 3), samples=3, micro_batches=(2, 1), depths=(2, 2))
     times = times_of(model, Cluster(devices=devices, links=links), group)
-    assert times.forward_s == ((3.0, 2.0), ((7.0 + 11.0) / 2, (4.0 + 6.0) / 2))
-    assert times.backward_s == ((5.0, 3.0), ((9.0 + 13.0) / 2, (5.0 + 7.0) / 2))
-    assert (times.before_forward_s, times.before_backward_s) == ((15.0, 8.0), (17.0, 9.0))
-    assert (times.head_forward_s, times.head_backward_s) == ((19.0, 10.0), (21.0, 11.0))
-    assert times.link_forward_s == ((pytest.approx(4.1), pytest.approx(3.1)),)  # 2 -> 1, 10 bytes per sample
-    assert times.link_backward_s == ((pytest.approx(3.2), pytest.approx(2.2)),)
-    assert times.loop_forward_s == (pytest.approx(7.2), pytest.approx(4.2))  # 1 -> 2, 30 bytes per sample
-    assert times.loop_backward_s == (pytest.approx(8.1), pytest.approx(5.1))
+    there, back = (4.1, 3.1), (3.2, 2.2)  # 2 -> 1 and 1 -> 2, 10 bytes per sample
+    out, home = (7.2, 4.2), (8.1, 5.1)  # 1 -> 2 and 2 -> 1, 30 bytes per sample
+    forward = (15.0 + 3.0, 8.0 + 2.0), there, ((7.0 + 11.0) / 2, (4.0 + 6.0) / 2), out, (19.0 + 21.0, 10.0 + 11.0)
+    backward = home, ((9.0 + 13.0) / 2, (5.0 + 7.0) / 2), back, (17.0 + 5.0, 9.0 + 3.0)
+    for found, expected in zip(times.seconds, [*forward, *backward], strict=True):
+        assert found == pytest.approx(expected)

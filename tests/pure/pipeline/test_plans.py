@@ -11,7 +11,7 @@ import pytest
 
 from lightning_hetero.cluster import equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
+from lightning_hetero.pipeline.decide.costs import times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, describe_plan, emulated, resting, unit_costs
 from lightning_hetero.solvers.chain.chain import DepthRule
@@ -105,9 +105,7 @@ def test_the_description_names_devices_layers_and_times() -> None:
 def test_several_calls_of_the_backbone_are_further_stages_on_the_same_devices(ranks: tuple[int, ...]) -> None:
     cuts = (0, *range(1, len(ranks)), 6)
     group = GroupPlan(ranks=ranks, cuts=cuts, samples=4, micro_batches=(2, 1, 1), depths=(3,) * len(ranks))
-    once = times_of(unit_costs([f"{i}" for i in range(6)]), equal_cluster(3), group)
-    assert called(once, 1) is once
-    twice = called(once, 2)
+    once, twice = (times_of(unit_costs([f"{i}" for i in range(6)]), equal_cluster(3), group, n) for n in (1, 2))
     assert twice.stages == 2 * once.stages and twice.devices == once.devices * 2
     schedule = generate(twice, SchedulePolicy(depths=(3,) * twice.stages))
     execute(schedule, seed=0)

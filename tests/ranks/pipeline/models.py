@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.pipeline.schedules import per_link, proportional
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
+from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, ScheduleOf, StageRunner
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, stream_seed
 from lightning_hetero.transport.failures import FailureBoard
@@ -165,10 +166,13 @@ def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def times_of(stages: int) -> Callable[[tuple[int, ...], int], PipelineTimes]:
-    def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
-        count = stages * calls
-        return proportional(
+def schedule_of(
+    stages: int, calls: int = 1, policy: Callable[[PipelineTimes], SchedulePolicy] = per_link
+) -> ScheduleOf:
+    count = stages * calls
+
+    def schedule(samples: tuple[int, ...]) -> Schedule:
+        times = proportional(
             samples,
             forward_s=[1.0] * count,
             backward_s=[2.0] * count,
@@ -177,8 +181,9 @@ def times_of(stages: int) -> Callable[[tuple[int, ...], int], PipelineTimes]:
             head_s=(0.1, 0.1),
             devices=tuple(range(stages)) * calls,
         )
+        return generate(times, policy(times))
 
-    return times
+    return schedule
 
 
 def plan(groups: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> list[GroupPlan]:
@@ -210,8 +215,7 @@ def make_runner(case: Case, net: Net, group: GroupPlan, rank: int, name: str, **
         list(net.backbone),
         group=group,
         cut=BackboneCut(net.backbone) if rank == group.ranks[0] else None,
-        times=times_of(len(group.ranks)),
-        policy=policy,
+        schedule=schedule_of(len(group.ranks), case.calls, policy),
         calls=case.calls,
     )
 

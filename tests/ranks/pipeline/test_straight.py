@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
@@ -23,7 +22,7 @@ from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.types import GroupPlan
-from tests.ranks.pipeline.models import times_of
+from tests.ranks.pipeline.models import schedule_of
 
 pytestmark = pytest.mark.ranks
 
@@ -91,7 +90,7 @@ def step(net: Net, x: Tensor, around: Around, drawn: list[Any]) -> Any:
 def runner_of(net: Net, failures: Failures, calls: int = 1, **options: Any) -> StageRunner:
     settings = RunnerSettings(rank=0, device=torch.device("cpu"), seed=7, failures=failures, **options)
     return StageRunner(
-        settings, list(net.layers), group=GROUP, cut=BackboneCut(net.layers), times=times_of(1), policy=per_link,
+        settings, list(net.layers), group=GROUP, cut=BackboneCut(net.layers), schedule=schedule_of(1, calls),
         calls=calls,
     )
 

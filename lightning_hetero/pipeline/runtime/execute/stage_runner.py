@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
+from lightning_hetero.pipeline.decide.schedule import Schedule
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
@@ -38,10 +37,10 @@ from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.types import GroupPlan
 
-__all__ = ["MicroBatch", "RunnerSettings", "StageRunner", "TimesOf"]
+__all__ = ["MicroBatch", "RunnerSettings", "ScheduleOf", "StageRunner"]
 
-TimesOf = Callable[[tuple[int, ...], int], PipelineTimes]
-"""From the samples of each micro-batch and the backbone's calls per step to the times of a pipeline."""
+ScheduleOf = Callable[[tuple[int, ...]], Schedule]
+"""From the samples of each micro-batch to what is due."""
 
 _SCHEDULES = 64  # kept; batches of other sizes are rare
 
@@ -86,21 +85,20 @@ class StageRunner:
         group: the plan of its group; ranks and cuts count.
         cut: of the backbone; the leader's, None on the other ranks. A leader without one has a module without layers to
             divide: it computes whole steps.
-        times: see `TimesOf`; with c calls, of c passes through the S stages, one after another: tables of c * S stages,
+        schedule: see `ScheduleOf`; with c calls, of c passes through the S stages, one after another:
             ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
-        policy: of the schedule, from its times.
         calls: of the backbone in a training step.
     """
 
     def __init__(
         self, settings: RunnerSettings, layers: Sequence[nn.Module], *, group: GroupPlan, cut: BackboneCut | None,
-        times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy], calls: int = 1,
+        schedule: ScheduleOf, calls: int = 1,
     ) -> None:  # fmt: skip
         self._seed = settings.seed
         self._group, self._cut, self._calls = group, cut, calls
         self._position = position = group.ranks.index(settings.rank)
         self._failures = settings.failures
-        self.follow(times, policy)
+        self.follow(schedule)
         self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[position : position + 2]
         timed = settings.time_layers and (cut is not None or position > 0)
@@ -117,16 +115,9 @@ class StageRunner:
         )  # fmt: skip
         self._local = LocalStage(ranks=group.ranks, position=position, stage=stage, links=links, pace=settings.pace)
 
-    def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy]) -> None:
-        """Makes schedules from other times from now on; between two steps, on all ranks of the group."""
-        calls = self._calls
-
-        @lru_cache(maxsize=_SCHEDULES)
-        def schedule(samples: tuple[int, ...]) -> Schedule:  # for micro-batches of so many samples
-            found = times(samples, calls)
-            return generate(found, policy(found))
-
-        self._schedule = schedule
+    def follow(self, schedule: ScheduleOf) -> None:
+        """Goes by other schedules from now on; between two steps, on all ranks of the group."""
+        self._schedule = lru_cache(maxsize=_SCHEDULES)(schedule)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
