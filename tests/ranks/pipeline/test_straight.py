@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
-from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
+from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.run_store import RunStore
@@ -178,9 +178,9 @@ def test_a_step_that_does_not_call_the_backbone_once_is_an_error(calls: int) -> 
 
 def test_the_first_step_goes_the_way_of_a_pipeline_and_several_calls_always_do() -> None:
     net, failures, seen = Net(), Failures(), []
-    run = InPlaceExecution.run
+    run = StraightExecution.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InPlaceExecution, "run", lambda self: (seen.append(1), run(self)))
+        patch.setattr(StraightExecution, "run", lambda self: (seen.append(1), run(self)))
         runner = runner_of(net, failures)
         for number in range(3):
             runner.train(number, batches(net, number, plain, []))

@@ -108,37 +108,27 @@ class EmulatedPace(BusyTime):
         self._scenario, self._rank, self._step_of = scenario, rank, step_of
         self._clock, self.pacer = clock, Pacer(clock=clock, sleep=sleep)
         self.parts: Mapping[tuple[Kind, int], float] = {}
-        self._step: int | None = None
-        self._slept_s = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        return super().busy_s + self._slept_s
+        self._step = 0  # of the scenario
 
     def begin(self, step: int) -> None:
-        """Starts a training step: until `end`, computations belong to it."""
+        """Starts a training step: until `end`, computations belong to it; what follows runs at full speed."""
         super().begin(step)
-        self._step = self._step_of(step) if self.parts else None  # a rank at rest computes nothing
-        self._slept_s = 0.0
-
-    def end(self) -> None:
-        """Ends the training step; what follows, e.g. validation, runs at full speed."""
-        super().end()
-        self._step = None
+        if self.parts:  # a rank at rest computes nothing
+            self._step = self._step_of(step)
 
     def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
         before_s = self._busy_s
         super().computed(kind, stage, samples, elapsed_s)
-        if self._step is None:
+        if not (self._in_step and self.parts):
             return
-        took_s = super().busy_s - before_s
+        took_s = self.busy_s - before_s
         if self._scenario.emulated:
             wanted_s = self._scenario.work_s(self._rank, self._step, samples) * self.parts.get((kind, stage), 0.0)
         else:
             wanted_s = took_s * self._scenario.stretch(self._rank, self._step)
         began_s = self._clock()
         self.pacer.pace(wanted_s, took_s)
-        self._slept_s += self._clock() - began_s
+        self._busy_s += self._clock() - began_s
 
 
 class SlowClock(LinkClock):

@@ -29,7 +29,7 @@ from lightning_hetero.pipeline.runtime.execute.execution import Execution, Leade
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_links import ClockOf, StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
-from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution, StraightExecution
+from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
@@ -167,7 +167,7 @@ class StageRunner:
         assert self._carrier is not None
         alone = len(self._group.ranks) == 1 and self._calls == 1 and self._cut.is_one_module
         if alone and self._has_trained:
-            return InPlaceExecution(work, self._local.pace, stage=self._local.stage, cut=self._cut)
+            return StraightExecution(work, self._local.pace, stage=self._local.stage, cut=self._cut)
         self._has_trained = True  # or has failed, and runs nothing any more
         schedule = self._schedule(tuple([micro_batch.samples for micro_batch in work.micro_batches]))
         return LeaderExecution(self._local, schedule, work, carrier=self._carrier, calls=self._calls)

@@ -279,7 +279,7 @@ class BackboneCut:
 
     def __exit__(self, *_: object) -> None:
         assert self._originals is not None
-        originals, self._originals = self._originals, None
+        originals, self._originals, self.in_place = self._originals, None, None
         for module, original in zip(self._modules, originals, strict=True):
             if original is None:
                 del module.__dict__["forward"]

@@ -15,9 +15,11 @@ route: each layer is called with what the one before returned.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -112,56 +114,37 @@ class Route:
 
     def __init__(self, text: bytes) -> None:
         self.text = text
-        texts, runs = from_bytes(text)
-        calls = [LayerCall(from_bytes(each)) for each in texts]
-        self._runs = [(first, calls[number]) for first, number in runs]
-        # From the last run back: the inputs that its layers, or later ones, take.
-        later: frozenset[int] = frozenset()
-        self._needed: list[list[int]] = []
-        for _, call in reversed(self._runs):
-            later = later | call.inputs
-            self._needed.insert(0, sorted(later))
+        forms = from_bytes(text)
+        made = {id(form): LayerCall(form) for form in forms}  # forms that are one object are pickled as one
+        self._calls = [made[id(form)] for form in forms]
+        later = accumulate((call.inputs for call in reversed(self._calls)), operator.or_)
+        self._needed = [sorted(inputs) for inputs in later][::-1]  # by each layer, or later ones
 
     @staticmethod
     def of(calls: Sequence[tuple[int, Mapping[str, Any]]]) -> Route:
         """Returns the route of layers that are called in this way.
 
         Args:
-            calls: index of the layer and form of its call, in order, the first layer's first. A layer in between that
-                is not named gets what the one before returned, as those behind the last one named do if it is plain.
+            calls: index of the layer and form of its call, in order, the first layer's first. A layer that is not named
+                gets what the one before returned.
         """
-        texts: dict[bytes, int] = {}
-        runs: list[tuple[int, int]] = []
-        behind = 0
-
-        def add(first: int, form: Mapping[str, Any]) -> None:
-            number = texts.setdefault(to_bytes(form), len(texts))
-            if not runs or runs[-1][1] != number:
-                runs.append((first, number))
-
+        forms: list[Mapping[str, Any]] = []
         for index, form in calls:
-            if index > behind:
-                add(behind, _PLAIN_CALL)
-            add(index, form)
-            behind = index + 1
-        add(behind, _PLAIN_CALL)
-        return route_of(to_bytes((list(texts), runs)))
+            forms += [_PLAIN_CALL] * (index - len(forms))
+            forms.append(_PLAIN_CALL if form == _PLAIN_CALL else form)
+        while forms[-1] is _PLAIN_CALL:
+            forms.pop()
+        return route_of(to_bytes([*forms, _PLAIN_CALL]))
 
     def call(self, layer: int) -> LayerCall:
         """Returns how a layer is called."""
-        return self._runs[self._run(layer)][1]
-
-    def _run(self, layer: int) -> int:
-        number = len(self._runs) - 1
-        while self._runs[number][0] > layer:
-            number -= 1
-        return number
+        return self._calls[min(layer, len(self._calls) - 1)]
 
     # ---- between two layers ----------------------------------------------------------------------------------------
 
     def inputs_from(self, layer: int) -> list[int]:
         """Returns the numbers of the inputs that a layer, or one behind it, takes."""
-        return self._needed[self._run(layer)]
+        return self._needed[min(layer, len(self._needed) - 1)]
 
     def pack(self, layer: int, previous: Sequence[Any], inputs: Mapping[int, Tensor]) -> Any:
         """Returns what is handed on to ``layer``: one value, or a tuple of two tuples, of outputs and of inputs."""
