@@ -8,10 +8,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from lightning_hetero.checked import mapping
-from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.schedule import Kind, PipelineTimes, Row, Step, route
-from lightning_hetero.types import AffineCost, Cluster, Event, GroupPlan, LayerCost, ModelCost, PipelinePlan
+from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 _TIMES, _PARTS = ("forward", "backward"), ("layers", "before", "head")
 
@@ -60,15 +59,6 @@ def model_from_plain(plain: Mapping[str, Any] | ModelCost) -> ModelCost:
     return ModelCost(
         layers=tuple(map(layer_from_plain, layers)), before=layer_from_plain(before), head=layer_from_plain(head)
     )
-
-
-def recorded(events: Iterable[Event]) -> tuple[Cluster, ModelCost | None] | None:
-    """Returns the cluster and the costs of the last plan in a trace; None if it holds no plan."""
-    plans = [event.data for event in events if event.kind == "plan"]
-    if not plans:
-        return None
-    profile = plans[-1].get("profile")
-    return cluster_from_plain(plans[-1]["cluster"]), None if profile is None else model_from_plain(profile)
 
 
 def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan, calls: int = 1) -> PipelineTimes:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain, pairwise, repeat
+from itertools import chain as chained
+from itertools import pairwise, repeat
 from typing import Literal
+
+import numpy as np
 
 from lightning_hetero.cluster.spec import equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.schedule import Kind, route
-from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.solvers.chain.chain import DepthRule, chain_of
+from lightning_hetero.solvers.chain.model import stage_bytes
 from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.solvers.plans import evened
 from lightning_hetero.solvers.scale import scale_shares
@@ -91,7 +95,7 @@ def micro_sizes(planned: tuple[int, ...], samples: int) -> tuple[int, ...]:
     ((4, 4, 4, 3), (4, 3, 2), (4, 4, 4, 2))
     """
     sizes: list[int] = []
-    for size in chain(planned, repeat(max(planned))):
+    for size in chained(planned, repeat(max(planned))):
         if samples <= 0:
             break
         sizes.append(min(size, samples))
@@ -220,25 +224,14 @@ def parts_of(model: ModelCost, group: GroupPlan, rank: int, calls: int = 1) -> d
 _ROUNDS = 8
 
 
-def _stages(plan: PipelinePlan) -> Iterator[tuple[GroupPlan, int, int, tuple[int, int]]]:
-    """Yields each stage: its group, its number there, its rank, its first layer and the end of its layers."""
-    for group in plan.groups:
-        for stage, (rank, span) in enumerate(zip(group.ranks, pairwise(group.cuts), strict=True)):
-            yield group, stage, rank, span
-
-
 def held_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float]:
     """Returns what the solvers count, by rank: state, and micro-batches in flight of the largest size; 0 if idle."""
-    held = [0.0] * ranks
-    for group, stage, rank, (first, end) in _stages(plan):
-        own, most = model.layers[first:end], max(group.micro_batches)
-        state, kept = sum(layer.state_bytes for layer in own), sum(layer.activation_bytes for layer in own)
-        if stage > 0:
-            kept += model.layers[first - 1].output_bytes
-        else:  # the head keeps what it does of one micro-batch at a time
-            state += model.before.state_bytes + model.head.state_bytes + most * model.head.activation_bytes
-            kept += model.before.activation_bytes
-        held[rank] = state + group.depths[stage] * most * kept
+    held, cluster = [0.0] * ranks, equal_cluster(ranks)
+    for group in plan.groups:
+        chain = chain_of(model, cluster, group.ranks, micro_samples=max(group.micro_batches))
+        state, kept = stage_bytes(chain, np.array([group.cuts]))
+        for rank, size in zip(group.ranks, (state + kept * group.depths)[0].tolist(), strict=True):
+            held[rank] = size
     return held
 
 
@@ -249,13 +242,14 @@ def beside_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float
     to and from each neighbour, of activations and of gradients.
     """
     beside = [0.0] * ranks
-    for group, stage, rank, (first, end) in _stages(plan):
-        if len(plan.groups) > 1:
-            parts = [*model.layers[first:end], *((model.before, model.head) if stage == 0 else ())]
-            beside[rank] += sum(part.param_bytes for part in parts)
-        if len(group.ranks) > 1:
-            came = model.layers[first - 1].output_bytes  # to the leader from the last stage
-            beside[rank] += 2.0 * max(group.micro_batches) * (came + model.layers[end - 1].output_bytes)
+    for group in plan.groups:
+        for rank, (first, end) in zip(group.ranks, pairwise(group.cuts), strict=True):
+            if len(plan.groups) > 1:
+                parts = [*model.layers[first:end], *((model.before, model.head) if first == 0 else ())]
+                beside[rank] += sum(part.param_bytes for part in parts)
+            if len(group.ranks) > 1:
+                came = model.layers[first - 1].output_bytes  # to the leader from the last stage
+                beside[rank] += 2.0 * max(group.micro_batches) * (came + model.layers[end - 1].output_bytes)
     return beside
 
 

@@ -26,7 +26,6 @@ from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.pipeline.decide.costs import recorded
 from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.decide.plans import (
     beside_bytes,
@@ -286,16 +285,16 @@ def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Clus
         if Path(given).suffix in (".yaml", ".yml"):
             described = yaml.safe_load(Path(given).read_text())
             return cluster_from_plain(described.get("spec", described) if isinstance(described, dict) else described)
-        found = recorded(read_events(given))
+        plans = [event.data for event in read_events(given) if event.kind == "plan"]
+        if plans:
+            return cluster_from_plain(plans[-1]["cluster"])
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"cluster={str(given)!r} must be 'probe', a description or a YAML file with one (devices: ..., see"
             f" docs/reference/plan.md), a Cluster, None, or a trace written by HeteroTrace ({why})"
         ) from error
-    if found is None:
-        raise ValueError(f"the trace {str(given)!r} is of no pipeline: it holds no description of a cluster")
-    return found[0]
+    raise ValueError(f"the trace {str(given)!r} is of no pipeline: it holds no description of a cluster")
 
 
 def declared_calls(module: nn.Module) -> int | None:

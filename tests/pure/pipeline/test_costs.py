@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.cluster import cluster_to_plain, equal_cluster, override_cluster
-from lightning_hetero.pipeline.decide.costs import (
-    layer_from_plain,
-    layer_to_plain,
-    model_from_plain,
-    model_to_plain,
-    recorded,
-)
-from lightning_hetero.pipeline.decide.plans import unit_costs
-from lightning_hetero.types import AffineCost, Event, LayerCost, ModelCost
+from lightning_hetero.pipeline.decide.costs import layer_from_plain, layer_to_plain, model_from_plain, model_to_plain
+from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 positive = st.floats(0.0, allow_nan=False, allow_infinity=False)
 times = st.builds(AffineCost, fixed_s=positive, per_sample_s=positive)
@@ -50,18 +42,3 @@ def test_what_another_version_wrote_is_refused() -> None:
         model_from_plain({"layers": []})
 
 
-def test_a_trace_holds_what_the_last_plan_was_made_from() -> None:
-    first, last = equal_cluster(2), override_cluster(equal_cluster(3), speeds=[1.0, 0.5, 0.25])
-    model = unit_costs(["a", "b"])
-
-    def event(kind: str, **data: object) -> Event:
-        return Event(kind=kind, rank=0, epoch=0, step=0, t_s=0.0, data=json.loads(json.dumps(data)))
-
-    events = [
-        event("step", samples=3),
-        event("plan", cluster=cluster_to_plain(first), profile=None),
-        event("plan", cluster=cluster_to_plain(last), profile=model_to_plain(model)),
-    ]
-    assert recorded(events) == (last, model)
-    assert recorded(events[:2]) == (first, None)
-    assert recorded(events[:1]) is None
