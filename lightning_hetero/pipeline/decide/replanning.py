@@ -152,23 +152,12 @@ Position = tuple[int, int]
 """Epoch, and batch in it. A position behind an epoch's end stands for the first batch of the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changeover:
-    """From which batches on a plan holds.
-
-    Attributes:
-        layers_at: which rank holds which layers, micro-batches and depths.
-        shares_at: which rank reads how many samples.
-    """
-
-    layers_at: Position
-    shares_at: Position
-
-
 def changeover(
     now: Position, *, lag: int, window: int, drawn_for: Set[int], leaders: Set[int], moves: bool = True
-) -> Changeover:
+) -> tuple[Position, Position]:
     """Returns from when on a plan that is decided now can hold; the same on all ranks.
+
+    The first position is that of layers, micro-batches and depths, the second of which rank reads how many samples.
 
     Args:
         now: the batch that is trained next; drawn already.
@@ -179,13 +168,13 @@ def changeover(
         moves: whether layers move; otherwise the middle of a window is as good as its begin.
 
     >>> changeover((0, 5), lag=0, window=1, drawn_for={0}, leaders={0, 1})
-    Changeover(layers_at=(0, 5), shares_at=(0, 6))
+    ((0, 5), (0, 6))
     >>> changeover((0, 5), lag=2, window=4, drawn_for={0}, leaders={1})
-    Changeover(layers_at=(0, 8), shares_at=(0, 8))
+    ((0, 8), (0, 8))
     """
     epoch, step = now
     if not moves:
         window = 1
     free = step + lag + 1
     layers = -(-(step if drawn_for <= leaders else free) // window) * window
-    return Changeover((epoch, layers), (epoch, max(free, layers)))
+    return (epoch, layers), (epoch, max(free, layers))

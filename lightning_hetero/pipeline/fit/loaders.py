@@ -49,7 +49,6 @@ class PipelineBinder(PartBinder[CutLoader]):
         channel: blocking exchanges at set-up and epoch starts; over all ranks, those that rest too.
         shared: the strategy's arguments on batches.
         stream: ``"shared"``: all ranks read the same `IterableDataset`; None: one is refused.
-        strategy_name: class of the strategy, for messages.
 
     Attributes:
         lag: batches drawn before the one that is trained, at most, on any rank.
@@ -58,9 +57,9 @@ class PipelineBinder(PartBinder[CutLoader]):
 
     def __init__(
         self, trainer: Trainer, channel: Channel, *, shared: SharedSettings,
-        stream: Literal["shared"] | None = None, strategy_name: str = "HeteroPipelineStrategy",
+        stream: Literal["shared"] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
+        super().__init__(trainer, channel, strategy_name="HeteroPipelineStrategy", shared=shared, stream=stream)
         self._stream_mode = stream
         self.plan = PipelinePlan(groups=())
         self._whole = False

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data.batches import Part
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
-from lightning_hetero.pipeline.decide.replanning import BatchReport, Changeover, Jumps, changeover, reporting_group
+from lightning_hetero.pipeline.decide.replanning import BatchReport, Jumps, Position, changeover, reporting_group
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
@@ -139,7 +138,7 @@ class Replans:
         self._log = ReplanLog(records)
         self._jumps = Jumps()
         self._is_told = False  # rank 0 says before the next batch what it has decided
-        self._due: list[tuple[Changeover, Decision]] = []
+        self._due: list[tuple[Position, Decision]] = []  # with the batch before which layers move
         self.paused_s, self._moved_bytes = 0.0, 0
         self._at = (-1, -1)  # the batch that began last
         self.generation = 0
@@ -210,7 +209,7 @@ class Replans:
                 self._note_outcome(part, self._log.settle(decision.outcome))
             if decision.kind != "keep":
                 self._schedule(part, decision)
-        while self._due and self._due[0][0].layers_at <= now:
+        while self._due and self._due[0][0] <= now:
             _, decision = self._due.pop(0)
             self._change(part, decision, gradients)
 
@@ -237,13 +236,13 @@ class Replans:
         full = self._total(place.planned.plan)
         check_plan(plan, layers=layers, ranks=self._run.channel.world_size, global_batch=full)
         now, lag = (part.epoch, part.step), self._binder.lag
-        when = changeover(
+        layers_at, shares_at = changeover(
             now, lag=lag, window=self._run.trainer.accumulate_grad_batches,
             drawn_for=self._binder.leaders_drawn_for(now, (part.epoch, part.step + lag + 1)),
             leaders={group.ranks[0] for group in plan.groups}, moves=decision.kind != "shares",
         )  # fmt: skip
-        self._binder.draw_for(plan, when.shares_at)
-        self._due.append((when, decision))
+        self._binder.draw_for(plan, shares_at)
+        self._due.append((layers_at, decision))
 
     def _change(self, part: Part, decision: Decision, gradients: bool) -> None:
         before, started_s = self._place.planned, time.perf_counter()
@@ -252,9 +251,7 @@ class Replans:
         ticket = {
             "generation": [self.generation, decision.generation],
             "batch": [part.epoch, part.step, step],
-            "shares": list(part.shares),
-            "plan": hashlib.sha256(repr(decision.plan).encode()).hexdigest(),
-            "optimizer steps": self._run.trainer.global_step,
+            "plan": repr(decision.plan),
         }
         try:
             sent_bytes = self._place.apply(replace(before, plan=decision.plan), ticket, gradients=gradients)

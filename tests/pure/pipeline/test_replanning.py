@@ -101,7 +101,7 @@ def test_every_batch_is_computed_by_those_who_read_it(
     step: int, lag: int, window: int, old: set[int], new: set[int], moves: bool
 ) -> None:
     found = changeover((2, step), lag=lag, window=window, drawn_for=old, leaders=new, moves=moves)
-    (epoch, layers), (same, shares) = found.layers_at, found.shares_at
+    (epoch, layers), (same, shares) = found
     assert epoch == same == 2 and step <= layers and step + lag < shares
     assert layers % (window if moves else 1) == 0
     for batch in range(step, max(layers, shares) + 2):

@@ -131,7 +131,7 @@ class StageRunner:
 
         Args:
             step: number of the training step, of the random streams.
-            micro_batches: in order; none: the group has no part in this batch.
+            micro_batches: in order, one or more.
             scale: applied to each weighted loss before its backward, e.g. ``GradScaler.scale``.
             before_last_backward: called immediately before the last backward through this rank's layers, when the
                 gradients of all else that this rank computes are complete except what lies before the backbone.
@@ -144,10 +144,6 @@ class StageRunner:
             BaseException: what a body raises.
         """
         with self._at_work(leader=True), self._cut or nullcontext():
-            if not micro_batches:
-                if before_last_backward is not None:
-                    before_last_backward()
-                return []
             work = LeaderWork(
                 micro_batches=micro_batches, step=step, seed=self._seed, scale=scale,
                 before_last_backward=before_last_backward,
@@ -186,13 +182,10 @@ class StageRunner:
             RuntimeError: another rank has failed.
         """
         with self._at_work(leader=False):
-            if samples:
-                Execution(
-                    self._local, self._schedule(tuple(samples)), step=step, samples=samples,
-                    before_last_backward=before_last_backward,
-                ).run()  # fmt: skip
-            elif before_last_backward is not None:
-                before_last_backward()
+            Execution(
+                self._local, self._schedule(tuple(samples)), step=step, samples=samples,
+                before_last_backward=before_last_backward,
+            ).run()  # fmt: skip
 
     def time_layers(self, now: bool) -> None:
         """Whether the layers of the passes from here on are timed one by one, by a stage runner that can."""
