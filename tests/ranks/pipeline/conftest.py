@@ -1,16 +1,14 @@
-"""What the tests of the pipeline's step share: what keeps account of suspended steps."""
+"""What the tests of the pipeline's step share: what closes suspended steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack
 
 import pytest
 
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier
-
 
 @pytest.fixture
-def carrier() -> Iterator[Carrier]:
-    with closing(Carrier()) as carrier:
+def carrier() -> Iterator[ExitStack]:
+    with ExitStack() as carrier:
         yield carrier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from tests.ranks.pipeline.resumable_kit import resumable
 
 D = 5
 
@@ -182,14 +184,14 @@ def direct(net: Net, data: Sequence[Tensor]) -> list[Tensor]:
     return losses
 
 
-def piped(net: Net, data: Sequence[Tensor], carrier: Carrier, step: Callable[..., Any] | None = None) -> list[Tensor]:
+def piped(net: Net, data: Sequence[Tensor], carrier: ExitStack, step: Callable[..., Any] | None = None) -> list[Tensor]:
     """All steps are in flight together; they go on in turns, from the last to the first."""
     step = step or net.training_step
     losses: dict[int, Tensor] = {}
     stages = [Stage(net) for _ in data]
     with net.cut():
         steps = [
-            ResumableStep(lambda batch=batch: step(batch), carrier=carrier, seed=stream_seed(0, k))
+            resumable(carrier, lambda batch=batch: step(batch), stream_seed(0, k))
             for k, batch in enumerate(data)
         ]
         outcomes = {k: step.start() for k, step in enumerate(steps)}
@@ -213,10 +215,10 @@ def assert_same(got: Any, expected: Any, exactly: bool = True) -> None:
     torch.testing.assert_close(got, expected, **tolerance)
 
 
-def suspended(carrier: Carrier, body: Callable[[nn.Module], Any]) -> tuple[ResumableStep, BackboneCall]:
+def suspended(carrier: ExitStack, body: Callable[[nn.Module], Any]) -> tuple[ResumableStep, BackboneCall]:
     backbone = nn.Identity()
     with BackboneCut(backbone):
-        step = ResumableStep(lambda: body(backbone), carrier=carrier, seed=0)
+        step = resumable(carrier, lambda: body(backbone), 0)
         call = step.start()
     assert isinstance(call, Suspended) and isinstance(call.value, BackboneCall)
     return step, call.value

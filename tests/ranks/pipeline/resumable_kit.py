@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended, current_step
+from lightning_hetero.pipeline.runtime.step.resumable import ResumableStep, Suspended, current_step
 
 
 def suspend(value: Any = None) -> Any:
@@ -14,15 +15,21 @@ def suspend(value: Any = None) -> Any:
     return step.suspend(value)
 
 
-def begun(carrier: Carrier, body: Callable[[], Any], seed: int = 0) -> ResumableStep:
-    step = ResumableStep(body, carrier=carrier, seed=seed)
+def resumable(carrier: ExitStack, body: Callable[[], Any], seed: int = 0) -> ResumableStep:
+    step = ResumableStep(body, seed=seed)
+    carrier.callback(step.close)
+    return step
+
+
+def begun(carrier: ExitStack, body: Callable[[], Any], seed: int = 0) -> ResumableStep:
+    step = resumable(carrier, body, seed)
     assert isinstance(step.start(), Suspended)
     return step
 
 
-def whole(carrier: Carrier, body: Callable[[], Any]) -> Any:
+def whole(carrier: ExitStack, body: Callable[[], Any]) -> Any:
     """Runs a body that suspends itself any number of times; returns what it returns."""
-    step = ResumableStep(body, carrier=carrier, seed=0)
+    step = resumable(carrier, body, 0)
     outcome = step.start()
     while isinstance(outcome, Suspended):
         outcome = step.resume(outcome.value)

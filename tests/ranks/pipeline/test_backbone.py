@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone, find_backbone
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Done, Suspended
+from tests.ranks.pipeline.resumable_kit import resumable
 
 
 def linear() -> nn.Linear:
@@ -94,9 +96,9 @@ def test_layers_computed_elsewhere_are_the_module(case: str) -> None:
     assert list(found.names) == names and [module.get_submodule(n) for n in names] == list(found.layers)
     assert [module.get_submodule(n) for n in cut] == list(found.cut_modules)
     x = torch.randn(2, 3, dtype=torch.float64)
-    expected, carrier = module(x), Carrier()
+    expected, carrier = module(x), ExitStack()
     with found.cut():
-        step = ResumableStep(lambda: module(x), carrier=carrier, seed=0)
+        step = resumable(carrier, lambda: module(x), 0)
         match step.start():
             case Suspended(value=call):
                 done = step.resume(call.reply(computed(found.layers, *call.inputs)))

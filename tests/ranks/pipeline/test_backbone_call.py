@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,11 +11,10 @@ from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.cut import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from tests.ranks.pipeline.cut_kit import assert_same, suspended
 
 
-def test_a_call_under_no_grad_is_forward_only(carrier: Carrier) -> None:
+def test_a_call_under_no_grad_is_forward_only(carrier: ExitStack) -> None:
     x = torch.ones(2, requires_grad=True)
 
     def body(backbone: nn.Module) -> Tensor:
@@ -37,13 +37,13 @@ def test_a_call_under_no_grad_is_forward_only(carrier: Carrier) -> None:
     ],
 )
 def test_what_cannot_travel_is_named(
-    carrier: Carrier, args: tuple[Any, ...], kwargs: dict[str, Any], named: str
+    carrier: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(NotAChainError, match=f"layer 0 of the backbone is called with {named}, which cannot travel"):
         suspended(carrier, lambda backbone: backbone(*args, **kwargs))
 
 
-def test_a_version_check_reaches_across_the_cut(carrier: Carrier) -> None:
+def test_a_version_check_reaches_across_the_cut(carrier: ExitStack) -> None:
     """What a direct run refuses, overwriting what a layer has saved, is not silently wrong."""
 
     def body(backbone: nn.Module) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Suspended
 from tests.ranks.pipeline.cut_kit import (
     Autocast,
     Checkpoints,
@@ -31,12 +31,13 @@ from tests.ranks.pipeline.cut_kit import (
     gradients,
     piped,
 )
+from tests.ranks.pipeline.resumable_kit import resumable
 
 NETS = [Net, Skip, SkipOfLeaf, InPlace, Twice, TwoWithoutLink, Nested, Autocast, Checkpoints]
 
 
 @pytest.mark.parametrize("make", NETS)
-def test_gradients_equal_a_direct_run(carrier: Carrier, make: type[Net]) -> None:
+def test_gradients_equal_a_direct_run(carrier: ExitStack, make: type[Net]) -> None:
     """Bit by bit; to 1e-12 where gradients are summed in another order, since a graph is walked in two goes."""
     expected_net, net = make(), make()
     data = batches(net)
@@ -52,7 +53,7 @@ def test_gradients_equal_a_direct_run(carrier: Carrier, make: type[Net]) -> None
     assert net.training_step(data[0]).grad_fn is not None  # and it runs without steps again
 
 
-def test_the_callers_autocast_is_in_force_in_interleaved_steps(carrier: Carrier) -> None:
+def test_the_callers_autocast_is_in_force_in_interleaved_steps(carrier: ExitStack) -> None:
     class Mixed(Net):
         dtype = torch.float32
 
@@ -82,8 +83,8 @@ def test_a_graph_is_retained_only_where_it_is_walked_again(make: type[Net], expe
     """A compiled graph that gives its buffers away refuses ``retain_graph``."""
     net = make()
     calls: list[BackboneCall] = []
-    with closing(Carrier()) as carrier, net.cut():
-        step = ResumableStep(lambda: net.training_step(batches(net)[0]), carrier=carrier, seed=0)
+    with ExitStack() as carrier, net.cut():
+        step = resumable(carrier, lambda: net.training_step(batches(net)[0]), 0)
         outcome = step.start()
         stage = Stage(net)
         while isinstance(outcome, Suspended):
@@ -111,7 +112,7 @@ def test_forward_is_the_original_after_the_cut_also_after_an_exception(own: Any)
         assert vars(net.backbone) == before
 
 
-def test_hooks_run_in_the_step_and_those_of_layers_where_they_are_computed(carrier: Carrier) -> None:
+def test_hooks_run_in_the_step_and_those_of_layers_where_they_are_computed(carrier: ExitStack) -> None:
     net = Net()
     seen: list[str] = []
     net.backbone.register_forward_pre_hook(lambda m, args: seen.append("before backbone"))
@@ -120,7 +121,7 @@ def test_hooks_run_in_the_step_and_those_of_layers_where_they_are_computed(carri
     net.head.register_forward_hook(lambda *_: seen.append("head"))
     layers = nn.Sequential(*net.backbone)  # type: ignore[arg-type]
     with net.cut():
-        step = ResumableStep(lambda: net.training_step(batches(net)[0]), carrier=carrier, seed=0)
+        step = resumable(carrier, lambda: net.training_step(batches(net)[0]), 0)
         call = step.start().value
         seen.append("suspended")
         done = step.resume(call.reply(layers(*call.inputs)))
@@ -130,7 +131,7 @@ def test_hooks_run_in_the_step_and_those_of_layers_where_they_are_computed(carri
 
 # torch hides this warning of its own, but not where warnings are errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_step_is_split_at_the_call(carrier: Carrier) -> None:
+def test_a_compiled_step_is_split_at_the_call(carrier: ExitStack) -> None:
     expected_net, net = Net(), Net()
     data = batches(net)
     graphs = 0
@@ -216,7 +217,7 @@ def _opaque(layers: nn.ModuleList, x: Tensor) -> Tensor:
     ],
 )
 def test_a_walk_that_is_no_chain_is_refused(
-    carrier: Carrier, walk: Callable[[nn.ModuleList, Tensor], Tensor], error: type[Exception], named: str
+    carrier: ExitStack, walk: Callable[[nn.ModuleList, Tensor], Tensor], error: type[Exception], named: str
 ) -> None:
     layers = nn.ModuleList([nn.Identity() for _ in range(3)])
 
@@ -224,7 +225,7 @@ def test_a_walk_that_is_no_chain_is_refused(
         return walk(layers, torch.ones(1, 2))
 
     with BackboneCut(*layers), pytest.raises(error, match=named):
-        step = ResumableStep(body, carrier=carrier, seed=0)
+        step = resumable(carrier, body, 0)
         outcome = step.start()
         while isinstance(outcome, Suspended):
             outcome = step.resume(outcome.value.reply(torch.ones(1, 2)))

@@ -6,23 +6,24 @@ import contextvars
 import gc
 import itertools
 import traceback
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
-from tests.ranks.pipeline.resumable_kit import begun, suspend
+from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from tests.ranks.pipeline.resumable_kit import begun, resumable, suspend
 
 # ---- the protocol ----------------------------------------------------------------------------------------------
 
 
-def test_values_go_out_and_in_through_any_number_of_suspensions(carrier: Carrier) -> None:
+def test_values_go_out_and_in_through_any_number_of_suspensions(carrier: ExitStack) -> None:
     def body() -> list[int]:
         return [suspend(i) for i in range(3)]
 
-    step = ResumableStep(body, carrier=carrier, seed=0)
+    step = resumable(carrier, body, 0)
     assert step.start() == Suspended(0)
     assert step.resume(10) == Suspended(1)
     assert step.resume(11) == Suspended(2)
@@ -31,7 +32,7 @@ def test_values_go_out_and_in_through_any_number_of_suspensions(carrier: Carrier
     assert step.ended
 
 
-def test_every_order_of_interleaving_keeps_the_steps_apart(carrier: Carrier) -> None:
+def test_every_order_of_interleaving_keeps_the_steps_apart(carrier: ExitStack) -> None:
     def body(k: int) -> list[Any]:
         return [suspend((k, 0)), suspend((k, 1))]
 
@@ -45,14 +46,14 @@ def test_every_order_of_interleaving_keeps_the_steps_apart(carrier: Carrier) -> 
 
 
 @pytest.mark.parametrize("suspensions", [0, 1, 2])
-def test_an_exception_comes_out_with_the_users_line(carrier: Carrier, suspensions: int) -> None:
+def test_an_exception_comes_out_with_the_users_line(carrier: ExitStack, suspensions: int) -> None:
     def users_training_step() -> None:
         for _ in range(suspensions):
             suspend()
         with torch.no_grad():
             raise KeyError("the user's")
 
-    step = ResumableStep(users_training_step, carrier=carrier, seed=0)
+    step = resumable(carrier, users_training_step, 0)
     with pytest.raises(KeyError, match="the user's") as info:
         step.start()
         for _ in range(suspensions):
@@ -64,7 +65,7 @@ def test_an_exception_comes_out_with_the_users_line(carrier: Carrier, suspension
     step.close()
 
 
-def test_close_runs_finally_where_the_step_waits(carrier: Carrier) -> None:
+def test_close_runs_finally_where_the_step_waits(carrier: ExitStack) -> None:
     seen: list[Any] = []
 
     def body() -> None:
@@ -87,7 +88,7 @@ def test_close_runs_finally_where_the_step_waits(carrier: Carrier) -> None:
     assert seen == [False, True]
 
 
-def test_a_closed_step_cannot_suspend_again(carrier: Carrier) -> None:
+def test_a_closed_step_cannot_suspend_again(carrier: ExitStack) -> None:
     seen: list[str] = []
 
     def body() -> None:
@@ -103,7 +104,7 @@ def test_a_closed_step_cannot_suspend_again(carrier: Carrier) -> None:
     assert seen == ["end"]
 
 
-def test_what_a_body_holds_goes_with_its_end(carrier: Carrier) -> None:
+def test_what_a_body_holds_goes_with_its_end(carrier: ExitStack) -> None:
     """Else a batch lives as long as its step is kept, or until a pooled thread gets the next one."""
     import weakref
 
@@ -128,7 +129,7 @@ def test_what_a_body_holds_goes_with_its_end(carrier: Carrier) -> None:
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
 
 
-def test_context_variables_come_in_and_stay_inside(carrier: Carrier) -> None:
+def test_context_variables_come_in_and_stay_inside(carrier: ExitStack) -> None:
     def body(k: str) -> list[str]:
         seen = [VARIABLE.get()]
         VARIABLE.set(k)
@@ -150,7 +151,7 @@ def test_stream_seeds_differ_where_sums_would_not() -> None:
     assert stream_seed(0, 12, 3) == 0x4963A7ED4FEB0652  # fixed: a resumed run must draw the same
 
 
-def test_dropped_steps_are_closed_with_their_carrier(carrier: Carrier) -> None:
+def test_dropped_steps_are_closed_with_their_carrier(carrier: ExitStack) -> None:
     closed: list[int] = []
 
     def body(k: int) -> None:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.measure.device import nothing_drawn
 from lightning_hetero.pipeline.runtime.step import torch_state as ambient
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep
-from tests.ranks.pipeline.resumable_kit import begun, suspend, whole
+from lightning_hetero.pipeline.runtime.step.resumable import Done
+from tests.ranks.pipeline.resumable_kit import begun, resumable, suspend, whole
 
 # ---- switches: a block held open while others run --------------------------------------------------------------
 
@@ -45,7 +45,7 @@ SWITCHES: dict[str, Block] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_block_held_open_is_the_steps_alone(carrier: Carrier, name: str) -> None:
+def test_a_block_held_open_is_the_steps_alone(carrier: ExitStack, name: str) -> None:
     """Without swapping, the block leaks, and interleaved exits leave it in force for good."""
     block, read = SWITCHES[name]
     outside = read()
@@ -74,7 +74,9 @@ def test_a_block_held_open_is_the_steps_alone(carrier: Carrier, name: str) -> No
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_the_callers_block_is_in_force_in_the_step_whatever_the_caller_does_later(carrier: Carrier, name: str) -> None:
+def test_the_callers_block_is_in_force_in_the_step_whatever_the_caller_does_later(
+    carrier: ExitStack, name: str
+) -> None:
     block, read = SWITCHES[name]
 
     def body() -> tuple[Any, Any]:
@@ -87,7 +89,7 @@ def test_the_callers_block_is_in_force_in_the_step_whatever_the_caller_does_late
     assert whole(carrier, read) == read() != inside
 
 
-def test_a_steps_cast_weights_do_not_serve_another_one(carrier: Carrier) -> None:
+def test_a_steps_cast_weights_do_not_serve_another_one(carrier: ExitStack) -> None:
     """Autocast's cache is one for the process, and only emptied where no block is open: B would compute with A's."""
     weight = torch.ones(3, 3, requires_grad=True)
     x = torch.ones(2, 3)
@@ -149,7 +151,7 @@ def assert_surroundings(reads: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_block_that_cannot_be_swapped_is_refused_with_the_way_out(carrier: Carrier, name: str) -> None:
+def test_a_block_that_cannot_be_swapped_is_refused_with_the_way_out(carrier: ExitStack, name: str) -> None:
     block, _ = REFUSED[name]
     before = {name: read() for name, (_, read) in REFUSED.items()}
 
@@ -159,7 +161,7 @@ def test_a_block_that_cannot_be_swapped_is_refused_with_the_way_out(carrier: Car
 
     other = begun(carrier, lambda: body(torch.no_grad))
     with pytest.raises(RuntimeError, match=rf"cannot be called inside .*{name}.*: \w+"):
-        ResumableStep(lambda: body(block), carrier=carrier, seed=0).start()
+        resumable(carrier, lambda: body(block), 0).start()
     assert_surroundings(before)
     assert other.resume(1) == Done(1)
 
@@ -192,16 +194,16 @@ def _transform() -> Any:
         (_transform, "torch.func transform"),
     ],
 )
-def test_a_wrapper_around_the_suspension_is_refused(carrier: Carrier, body: Callable[[], Any], what: str) -> None:
+def test_a_wrapper_around_the_suspension_is_refused(carrier: ExitStack, body: Callable[[], Any], what: str) -> None:
     before = {name: read() for name, (_, read) in REFUSED.items()}
     with pytest.raises(RuntimeError, match=what):
-        ResumableStep(body, carrier=carrier, seed=0).start()
+        resumable(carrier, body, 0).start()
     assert_surroundings(before)
     assert torch.is_grad_enabled() and not torch.is_anomaly_enabled()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_same_block_around_the_whole_step_is_carried(carrier: Carrier, name: str) -> None:
+def test_the_same_block_around_the_whole_step_is_carried(carrier: ExitStack, name: str) -> None:
     """Lightning validates under inference_mode, and sets the default dtype of ``precision="64-true"``."""
     block, read = REFUSED[name]
     outside = read()
@@ -222,7 +224,7 @@ def draw() -> list[float]:
 
 
 @pytest.mark.parametrize("order", [(0, 0, 1, 1, 2, 2), (2, 1, 0, 0, 1, 2), (1, 2, 1, 0, 2, 0)])
-def test_streams_depend_on_the_micro_batch_and_on_nothing_else(carrier: Carrier, order: tuple[int, ...]) -> None:
+def test_streams_depend_on_the_micro_batch_and_on_nothing_else(carrier: ExitStack, order: tuple[int, ...]) -> None:
     def body() -> list[list[float]]:
         drawn = [draw()]
         for _ in range(2):
@@ -248,7 +250,7 @@ def test_streams_depend_on_the_micro_batch_and_on_nothing_else(carrier: Carrier,
     assert len(set(numbers)) == len(numbers)  # no stream is another one's copy
 
 
-def test_the_callers_streams_go_on_as_if_nothing_had_run(carrier: Carrier) -> None:
+def test_the_callers_streams_go_on_as_if_nothing_had_run(carrier: ExitStack) -> None:
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     draw()  # leaves a half-used pair of normal variates
     expected = draw()
@@ -265,7 +267,7 @@ def test_the_callers_streams_go_on_as_if_nothing_had_run(carrier: Carrier) -> No
     assert draw() == expected
 
 
-def test_behind_a_suspension_a_step_draws_from_a_stream_of_that_number(carrier: Carrier) -> None:
+def test_behind_a_suspension_a_step_draws_from_a_stream_of_that_number(carrier: ExitStack) -> None:
     step = begun(carrier, lambda: [draw(), suspend() or draw()], seed=11)
     draw()
     outcome = step.resume()

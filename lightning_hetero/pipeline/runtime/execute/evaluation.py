@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning_hetero.pipeline.decide.schedule import Kind, What
@@ -16,7 +16,7 @@ from lightning_hetero.pipeline.runtime.execute.execution import LocalStage, pass
 from lightning_hetero.pipeline.runtime.execute.messages import Message, Pass
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
 
 _Bodies = Iterable[tuple[int, Callable[[], Any]]]
 
@@ -48,7 +48,7 @@ class Evaluation:
                 results.append(body())
         return results
 
-    def lead(self, bodies: _Bodies, *, carrier: Carrier, seed: int) -> list[Any]:
+    def lead(self, bodies: _Bodies, *, steps: ExitStack, seed: int) -> list[Any]:
         """Runs the steps inside the cut; returns what they returned.
 
         Raises:
@@ -66,7 +66,8 @@ class Evaluation:
 
         for i, (number, body) in enumerate(bodies):
             results.append(None)
-            run = ResumableStep(body, carrier=carrier, seed=stream_seed(seed, self._step, number))
+            run = ResumableStep(body, seed=stream_seed(seed, self._step, number))
+            steps.callback(run.close)
             with self._within(number):
                 outcome = run.start()
             went(i, number, run, outcome)

@@ -8,6 +8,7 @@ k * S + s.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Flight, Stage
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch, wrong_count
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
 
@@ -208,7 +209,7 @@ class LeaderExecution(Execution):
         local: of this rank.
         schedule: of the group.
         work: what there is to do.
-        carrier: of the training steps' stacks.
+        steps: closes training steps that are left suspended.
         calls: of the backbone in every training step.
 
     Attributes:
@@ -216,13 +217,13 @@ class LeaderExecution(Execution):
     """
 
     def __init__(
-        self, local: LocalStage, schedule: Schedule, work: LeaderWork, *, carrier: Carrier, calls: int
+        self, local: LocalStage, schedule: Schedule, work: LeaderWork, *, steps: ExitStack, calls: int
     ) -> None:
         samples = [micro_batch.samples for micro_batch in work.micro_batches]
         super().__init__(
             local, schedule, step=work.step, samples=samples, before_last_backward=work.before_last_backward
         )
-        self._work, self._carrier, self._calls = work, carrier, calls
+        self._work, self._steps, self._calls = work, steps, calls
         self._bodies: dict[int, _Body] = {}
         self.results: list[Any] = [None] * len(work.micro_batches)
 
@@ -241,7 +242,8 @@ class LeaderExecution(Execution):
         if stage == 0:
             micro_batch = self._work.micro_batches[m]
             seed = self._work.body_seed(micro_batch.number)
-            step = ResumableStep(micro_batch.body, carrier=self._carrier, seed=seed)
+            step = ResumableStep(micro_batch.body, seed=seed)
+            self._steps.callback(step.close)
             self._bodies[m] = _Body(micro_batch, step)
             return step.start()
         message = self._inbox.pop((What.ACTIVATION, stage, m))

@@ -12,7 +12,7 @@ depends on it and on the plan in the order of sums only: random streams are seed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -33,7 +33,6 @@ from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.types import GroupPlan
 
@@ -107,7 +106,6 @@ class StageRunner:
             {i: layers[i] for i in range(first, end)}, last=end == len(layers), seed=settings.seed,
             checkpoint_layers=settings.checkpoint_layers, device=settings.device, clock=self._clock,
         )  # fmt: skip
-        self._carrier = Carrier() if position == 0 else None
         neighbours = {group.ranks[position - 1], group.ranks[(position + 1) % len(group.ranks)]} - {settings.rank}
         links = StageLinks(
             settings.wire, settings.rank, neighbours, device=settings.device, failures=settings.failures,
@@ -143,16 +141,16 @@ class StageRunner:
             RuntimeError: another rank has failed; a body called the backbone another number of times than expected.
             BaseException: what a body raises.
         """
-        with self._at_work(leader=True), self._cut or nullcontext():
+        with self._at_work(leader=True) as steps, self._cut or nullcontext():
             work = LeaderWork(
                 micro_batches=micro_batches, step=step, seed=self._seed, scale=scale,
                 before_last_backward=before_last_backward,
             )  # fmt: skip
-            execution = self._execution(work)
+            execution = self._execution(work, steps)
             execution.run()
             return execution.results
 
-    def _execution(self, work: LeaderWork) -> LeaderExecution | StraightExecution:
+    def _execution(self, work: LeaderWork, steps: ExitStack) -> LeaderExecution | StraightExecution:
         """Returns what runs the leader's part of a training step.
 
         The first one goes the way of a pipeline even where there is one stage: so what a pipeline cannot do is refused
@@ -160,13 +158,12 @@ class StageRunner:
         """
         if self._cut is None:
             return StraightExecution(work, self._local.pace)
-        assert self._carrier is not None
         alone = len(self._group.ranks) == 1 and self._calls == 1 and self._cut.is_one_module
         if alone and self._has_trained:
             return StraightExecution(work, self._local.pace, stage=self._local.stage, cut=self._cut)
         self._has_trained = True  # or has failed, and runs nothing any more
         schedule = self._schedule(tuple([micro_batch.samples for micro_batch in work.micro_batches]))
-        return LeaderExecution(self._local, schedule, work, carrier=self._carrier, calls=self._calls)
+        return LeaderExecution(self._local, schedule, work, steps=steps, calls=self._calls)
 
     def serve(
         self, step: int, samples: Sequence[int], *, before_last_backward: Callable[[], None] | None = None
@@ -219,14 +216,13 @@ class StageRunner:
             RuntimeError: another rank has failed; or the backbone was called with gradients enabled.
             BaseException: what a body raises.
         """
-        with self._at_work(leader=True):
-            assert self._carrier is not None
+        with self._at_work(leader=True) as steps:
             evaluation = Evaluation(self._local, step=step, samples=samples, within=within)
             if len(self._group.ranks) == 1:  # nothing to cut at
                 return evaluation.alone(bodies, seed=self._seed)
             assert self._cut is not None
             with self._cut:
-                return evaluation.lead(bodies, carrier=self._carrier, seed=self._seed)
+                return evaluation.lead(bodies, steps=steps, seed=self._seed)
 
     def serve_evaluation(self, step: int) -> None:
         """Does this rank's part of `evaluate`; on the other ranks of the group.
@@ -240,7 +236,7 @@ class StageRunner:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends links, threads and suspended steps; on all ranks of the group, which wait for one another. Idempotent.
+        """Ends links and threads; on all ranks of the group, which wait for one another. Idempotent.
 
         Raises:
             RuntimeError: another rank has failed.
@@ -248,28 +244,27 @@ class StageRunner:
         if self._closed:
             return
         self._closed = True
-        try:
-            if self._carrier is not None:
-                self._carrier.close()
-        finally:
-            self._local.links.close()
+        self._local.links.close()
 
     @contextmanager
-    def _at_work(self, *, leader: bool) -> Iterator[None]:
-        """Keeps the caller's random streams; a failure is sent to all ranks, and ends this stage runner."""
+    def _at_work(self, *, leader: bool) -> Iterator[ExitStack]:
+        """Keeps the caller's random streams, and yields what closes suspended steps.
+
+        A failure is sent to all ranks, and ends this stage runner.
+        """
         if self._closed or self._failed:
             raise RuntimeError(f"this stage runner {'is closed' if self._closed else 'has failed'}: make a new one")
         assert leader == (self._position == 0), self._position
+        steps = ExitStack()
         try:
             with streams_kept():
-                yield
+                yield steps
             self._local.links.settle()
         except BaseException as error:
             self._failed = True
             self._failures.report(error)  # before anybody notices a closed connection
-            if self._carrier is not None:
-                with suppress(Exception), streams_kept():  # the first error counts
-                    self._carrier.close()
+            with suppress(Exception), streams_kept():  # the first error counts
+                steps.close()
             self._local.links.abort()
             raise
 

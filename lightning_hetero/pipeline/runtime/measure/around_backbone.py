@@ -29,7 +29,7 @@ from lightning_hetero.pipeline.runtime.measure.memory import (
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route, RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
@@ -170,8 +170,7 @@ def count_calls(
 ) -> int:
     """Runs a training step forward; returns how often it calls the backbone."""
     calls = 0
-    with closing(Carrier()) as carrier, cut, torch.enable_grad():
-        step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, 0))
+    with closing(ResumableStep(body, seed=stream_seed(0, 0))) as step, cut, torch.enable_grad():
         outcome = step.start()
         while isinstance(outcome, Suspended):
             calls += 1
@@ -205,15 +204,15 @@ class _Bench:
     def runs(self, samples: int, body: Callable[[], Any], count: int) -> list[_Seen]:
         """Returns so many runs, after one that does not count."""
         try:
-            with closing(Carrier()) as carrier, torch.enable_grad():
-                self.timer.warm_up(lambda: self._run(samples, body, carrier))
-                return [self._run(samples, body, carrier) for _ in range(1 + count)][1:]
+            with torch.enable_grad():
+                self.timer.warm_up(lambda: self._run(samples, body))
+                return [self._run(samples, body) for _ in range(1 + count)][1:]
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _run(self, samples: int, body: Callable[[], Any], carrier: Carrier) -> _Seen:
-        step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, samples))
+    def _run(self, samples: int, body: Callable[[], Any]) -> _Seen:
+        step = ResumableStep(body, seed=stream_seed(0, samples))
         calls: list[BackboneCall] = []
         forward: list[tuple[Any, Any]] = []  # before, then behind each call
         backward: list[tuple[Any, Any]] = []

@@ -1,6 +1,6 @@
 """A user's ``training_step`` as something that can be suspended in the middle and resumed (layer T).
 
-    step = ResumableStep(lambda: module.training_step(batch, 3), carrier=carrier, seed=stream_seed(seed, t, k))
+    step = ResumableStep(lambda: module.training_step(batch, 3), seed=stream_seed(seed, t, k))
     match step.start():                  #  runs until the step calls `suspend`, or ends
         Suspended(value): step.resume(y) #  there `suspend` returns y
         Done(loss): ...
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,39 +54,16 @@ def current_step() -> ResumableStep | None:
     return _CURRENT.get()
 
 
-class Carrier:
-    """The steps that are open, which their owner closes with it.
-
-    Not left to the garbage collector: it does not see into the stack of a suspended step, which holds its carrier.
-
-    Attributes:
-        open: by their ids, in the order of opening.
-    """
-
-    def __init__(self) -> None:
-        self.open: dict[int, ResumableStep] = {}
-
-    def close(self) -> None:
-        """Closes every step still suspended, the last one begun first, so that its ``finally`` blocks run.
-
-        Raises:
-            BaseException: what one of them raised meanwhile; all are closed nevertheless.
-        """
-        with ExitStack() as stack:
-            for step in self.open.values():
-                stack.callback(step.close)
-
-
 class ResumableStep:
     """Runs ``body`` in pieces, in the thread that starts it.
 
     The body starts with the switches of torch that are in force at `start` (grad mode, autocast, ...), in a copy of
     the caller's `contextvars` context, and keeps its own from then on. Random streams are seeded for it at `start`, and
-    again when it is resumed; the caller keeps its own, see `nothing_drawn`.
+    again when it is resumed; the caller keeps its own, see `nothing_drawn`. A step that is left suspended must be
+    closed: the garbage collector does not see into its stack.
 
     Args:
         body: called without arguments.
-        carrier: what closes the step if it is left suspended.
         seed: of its random streams, e.g. ``stream_seed(seed, global_step, micro_batch)`` with the number of the
             micro-batch in the global batch: then what is drawn depends neither on the order in which steps are
             interleaved nor on the plan.
@@ -96,9 +73,9 @@ class ResumableStep:
         ended: its body has returned, raised or been closed.
     """
 
-    def __init__(self, body: Callable[[], Any], *, carrier: Carrier, seed: int) -> None:
+    def __init__(self, body: Callable[[], Any], *, seed: int) -> None:
         self._body: Callable[[], Any] | None = body
-        self._carrier, self._seed = carrier, seed
+        self._seed = seed
         self._stack = greenlet(self._run)
         self._surroundings: Surroundings | None = None  # None: it has not started
         self._in_force: Switches | None = None  # where a switch leads to; None: the body has ended
@@ -113,7 +90,6 @@ class ResumableStep:
         Raises:
             BaseException: what the body raises, with its traceback.
         """
-        self._carrier.open[id(self)] = self
         self._surroundings = Surroundings.now()
         context = contextvars.copy_context()
         context.run(_CURRENT.set, self)
@@ -149,8 +125,6 @@ class ResumableStep:
             return enter(*message)
         finally:
             before.put(over=self._in_force)
-            if self.ended:
-                self._carrier.open.pop(id(self), None)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
