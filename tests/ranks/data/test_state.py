@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.ranks.data.indexed import refusal
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, balanced, rank_trainer, single, stale, weights
-from tests.ranks.resume_kit import EPOCHS, Noting, Result, Saver, check, data, fit, oracle
+from tests.ranks.resume_kit import EPOCHS, Noting, Result, Saver, check, data, fit, joined, oracle
 
 SAMPLES, BATCH = 96, 16  # 6 global batches, on 2 ranks
 STOPS = (1, 2)  # epoch, and the last batch of it before the checkpoint
@@ -163,21 +163,29 @@ class Endless(Stream):
         return cycle(super().__iter__())
 
 
-def endless(rank: int, world: int, folder: str) -> str:
-    def resumed_at(ckpt: str | None, *saver: Any) -> Any:
-        loader = state_loader(StateLoader, Endless())
+def streamed(rank: int, world: int, folder: str) -> tuple[Result, Result, str]:
+    """Of a stream that all ranks read the run that saves and the one that goes on; why one without an end does not."""
+
+    def trained(dataset: Stream, mode: str, *, ckpt: str | None = None) -> Result:
+        loader, saver = state_loader(StateLoader, dataset), Saver(f"{folder}/{mode}", [STOPS])
         return fit(
-            rank, world, balanced(stream="infinite"), loader, ckpt=ckpt, callbacks=list(saver), limit_train_batches=6
-        )
+            rank, world, balanced(stream=mode), loader, ckpt=ckpt, callbacks=[saver], limit_train_batches=6
+        )  # fmt: skip
 
-    resumed_at(None, Saver(folder, [STOPS]))
+    whole = trained(Stream(), "shared")
+    rest = trained(Stream(), "shared", ckpt=f"{folder}/shared/batch-1-2.ckpt")
+    trained(Endless(), "infinite")
     with pytest.raises(ValueError) as refused:
-        resumed_at(f"{folder}/batch-1-2.ckpt")
-    return str(refused.value)
+        trained(Endless(), "infinite", ckpt=f"{folder}/infinite/batch-1-2.ckpt")
+    return whole, rest, str(refused.value)
 
 
-def test_an_endless_stream_behind_a_loader_with_a_state_does_not_resume_inside_an_epoch(tmp_path: Any) -> None:
-    for said in run_ranks(2, endless, str(tmp_path)):
+def test_streams_behind_a_loader_with_a_state_resume_exactly_or_not_inside_an_epoch(tmp_path: Any) -> None:
+    ranks = run_ranks(2, streamed, str(tmp_path))
+    whole, rest = [rank[0] for rank in ranks], [rank[1] for rank in ranks]
+    assert joined(whole) == [list(range(i, i + BATCH)) for _ in range(EPOCHS) for i in range(0, SAMPLES, BATCH)]
+    check(rest, (whole[0][0], joined(whole)), DONE, "resumed")
+    for _, _, said in ranks:
         assert "an infinite stream cannot be repositioned" in said and "torch.utils.data.DataLoader" in said
 
 
