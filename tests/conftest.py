@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import guards
 from tests.garbage import search_rarely
+from tests.installed import read_once
 from tests.simgpu.sim.build import why_not
 
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu", "simgpu")
@@ -21,6 +22,8 @@ HERE = Path(__file__).resolve().parent
 
 # Also in the processes that tests start: an error of a callback that only observes is an error here.
 os.environ["LIGHTNING_HETERO_OBSERVERS_RAISE"] = "1"
+# No speeds that a test has learned are known to the next one.
+os.environ["LIGHTNING_HETERO_CACHE"] = os.devnull
 
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
 # HYPOTHESIS_PROFILE=explore searches further, with new examples each time.
@@ -54,6 +57,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        read_once()
         search_rarely()
         gc.enable()
 

@@ -12,6 +12,9 @@ import psutil  # noqa: F401, E402
 import pytest  # noqa: F401, E402
 
 import lightning_hetero.public  # noqa: F401, E402
+from tests.installed import read_once  # noqa: E402
+
+read_once()
 
 gc.collect()
 gc.freeze()

@@ -228,10 +228,10 @@ class _Parts(BatchFeed):
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin(iterator: object) -> Iterator[Any]:
-            if not (ranks := self.looks_on(iterator)):
-                return self._trained_on(own)
-            self.sampler.begin_look(ranks)
-            return own()
+            if ranks := self.looks_on(iterator):
+                self.sampler.begin_look(ranks)
+                return own()
+            return self._trained_on(own)
 
         return LazyIterator(begin)
 

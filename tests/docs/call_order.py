@@ -26,7 +26,7 @@ from tests.ranks.harness import RankEnvironment, run_ranks
 
 PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 PAGE = REFERENCE / "architecture.md"
-STEADY = 20  # batches before anything is taken down
+STEADY, TRIES = 20, 8  # batches before anything is taken down, and trainings at most
 PLAN = {"groups": [{"ranks": [0, 1], "cuts": [0, 3, 6], "samples": 32, "micro_batches": [8, 8, 8, 8]}]}
 STRATEGIES = {
     "balanced": LoadBalancedStrategy,
@@ -147,14 +147,17 @@ def fit(rank: int, world_size: int, engine: str) -> list[list[str]]:
 def traced(engine: str) -> list[str]:
     """Returns "file:function" of all that rank 0 calls in one batch, in the order of the first calls.
 
-    It is the first one with all of the engine's stops: a rank may have no part in a batch, or a round may go on.
+    It is the first one with all of the engine's stops: a rank may have no part in a batch, or a round may go on; on a
+    busy machine the other rank may be the faster one throughout, so that there are several tries.
 
     Raises:
         ValueError: no batch has them.
     """
-    batches, stops = run_ranks(2, fit, engine)[0], set(STOPS[engine])
-    if found := [batch for batch in batches if stops <= set(batch)]:
-        return found[0]
+    stops = set(STOPS[engine])
+    for _ in range(TRIES):
+        batches = run_ranks(2, fit, engine)[0]
+        if found := [batch for batch in batches if stops <= set(batch)]:
+            return found[0]
     missed = stops - {call for batch in batches for call in batch}
     raise ValueError(f"{engine} does not call {sorted(missed)}, or not in one batch")
 

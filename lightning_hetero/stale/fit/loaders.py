@@ -55,7 +55,8 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         if spec.kind == "stream":
             raise TypeError(
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
-                " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
+                " rank or another; use a map-style dataset, or strategy='hetero_balanced' with stream='finite',"
+                " 'infinite' or 'shared'"
             )
         if probed(loader)[1]:
             raise TypeError(

@@ -263,10 +263,21 @@ def rank_of() -> int:
     return int(os.environ["LOCAL_RANK"])
 
 
+def ended(rank: int) -> bool:
+    """Whether the launcher has seen the end of another rank's process, which has noted its number."""
+    file = Path(f"rank-{rank}")
+    return file.exists() and not Path("/proc", file.read_text()).exists()
+
+
 def play(codes: list[str]) -> str:
-    """What a rank does: wait for its turn, then die, fail, or return."""
-    do, turn_s = codes[rank_of()].split()
-    time.sleep(float(turn_s))
+    """What a rank does: wait for its turn, seconds or ``>`` and the rank that ends first, then die, fail, or return."""
+    do, turn = codes[rank_of()].split()
+    note = Path(f"noted-{rank_of()}")
+    note.write_text(str(os.getpid()))
+    note.rename(f"rank-{rank_of()}")
+    while turn.startswith(">") and not ended(int(turn[1:])):
+        time.sleep(0.01)
+    time.sleep(0.0 if turn.startswith(">") else float(turn))
     if do == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if do == "fail":
@@ -327,10 +338,10 @@ def test_processes_go_on_without_one_that_was_silent(codes: list[str], quiet_for
         (["end 60", "die 0", "end 60"], False, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
         (["die 0", "end 60", "end 60"], True, mp.ProcessExitedException, "process 0 terminated with signal SIGKILL"),
         (["end 60", "end 60", "fail 0"], True, mp.ProcessRaisedException, "ValueError: the cause on rank 2"),
-        (["fail .2", "fail 0", "end 60"], True, mp.ProcessRaisedException, "ValueError: the cause on rank 1"),
+        (["fail >1", "fail 0", "end 60"], True, mp.ProcessRaisedException, "ValueError: the cause on rank 1"),
         (["end 60", "exit 0"], True, mp.ProcessExitedException, "process 1 terminated with exit code 5"),
-        (["end .1", "die .5"], True, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
-        (["die .2", "die 0", "end 60"], False, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
+        (["end 0", "die >0"], True, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
+        (["die >1", "die 0", "end 60"], False, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
     ],
     ids=["not tolerated", "rank 0", "exception", "the first exception", "exit code", "after rank 0", "the first death"],
 )

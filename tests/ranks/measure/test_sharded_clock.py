@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable
@@ -535,11 +536,13 @@ def test_stragglers_are_seen_under_stock_lightning() -> None:
 
 
 # ---- real: ranks of different speed, by a host's clock that sees none ------------------------------------------
-# The only place where real time decides: each rank's quietest step counts, against what it has really slept.
+# The only place where real time decides: what each rank has really slept, in a step that nothing else has disturbed.
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
 SLEEP_S = 0.02, 0.04  # of a block at speed 1
+TRIES = 25  # steps, of which one is enough: a busy machine disturbs most of them
 slept: list[float] = []
+Row = tuple[float, float, float, float]  # of a rank: own time, what was slept, waiting, and what the host's clock says
 
 
 def sleep_s(seconds: float) -> None:
@@ -570,15 +573,15 @@ class Block(nn.Module):
         return _Sleeps.apply(self.linear(x), self.speed)
 
 
-def of_different_speed(rank: int, world: int) -> list[tuple[float, float, float, float]]:
-    """Returns, per step, own time, what was slept, waiting, and what the host's clock says."""
+def of_different_speed(rank: int, world: int) -> list[Row]:
+    """Returns the rows of all ranks in the first step of which they are true, or in the last one."""
     blocks = [Block(SPEEDS[rank]) for _ in range(4)]
     module = nn.Sequential(*blocks)
     for one in (*blocks, module):
         fully_shard(one)
-    probe, rows = StepProbe(device_of("cpu")), []
+    probe, rows = StepProbe(device_of("cpu")), cast(list[Row], [None] * world)
     probe.attach(module)
-    for _ in range(3):
+    for _ in range(TRIES):
         slept.clear()
         dist.barrier()
         begin_s = time.perf_counter()
@@ -587,20 +590,22 @@ def of_different_speed(rank: int, world: int) -> list[tuple[float, float, float,
         backward(probe, module(torch.ones(2, 16)).sum())
         host_s = time.perf_counter() - begin_s
         own_s, wait_s = probe.take_both() or (0.0, 0.0)
-        rows.append((own_s, sum(slept), wait_s, host_s))
-    return rows[1:]
+        dist.all_gather_object(rows, (own_s, sum(slept), wait_s, host_s))
+        with contextlib.suppress(AssertionError):
+            check(rows)
+            break
+    return rows
 
 
-def test_ranks_of_different_speed_are_seen_where_the_host_sees_none() -> None:
-    ranks = run_ranks(4, of_different_speed)
-    own = []
-    for speed, rows in zip(SPEEDS, ranks, strict=True):
-        own_s, slept_s, wait_s, host_s = min(rows, key=lambda row: row[0] / row[1])
+def check(rows: list[Row]) -> None:
+    for speed, (own_s, slept_s, wait_s, host_s) in zip(SPEEDS, rows, strict=True):
         assert slept_s >= 4 * sum(SLEEP_S) / speed
         assert own_s == pytest.approx(slept_s, rel=0.05), rows
         assert own_s + wait_s == pytest.approx(host_s, rel=0.02), rows
-        own.append(own_s)
-    assert [own[0] / s for s in own] == pytest.approx(SPEEDS, rel=0.1)
-    for rows in zip(*ranks, strict=True):
-        hosts = [host_s for *_, host_s in rows]
-        assert max(hosts) < 1.05 * min(hosts)
+    assert [rows[0][0] / own_s for own_s, *_ in rows] == pytest.approx(SPEEDS, rel=0.1)
+    hosts = [host_s for *_, host_s in rows]
+    assert max(hosts) < 1.05 * min(hosts)
+
+
+def test_ranks_of_different_speed_are_seen_where_the_host_sees_none() -> None:
+    check(run_ranks(4, of_different_speed)[0])
