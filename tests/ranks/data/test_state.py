@@ -163,8 +163,8 @@ class Endless(Stream):
         return cycle(super().__iter__())
 
 
-def streamed(rank: int, world: int, folder: str) -> tuple[Result, Result, str]:
-    """Of a stream that all ranks read the run that saves and the one that goes on; why one without an end does not."""
+def streamed(rank: int, world: int, folder: str) -> list[tuple[Result, Result]]:
+    """Of a stream that all ranks read, and of the ranks' own, the run that saves and the one that goes on."""
 
     def trained(dataset: Stream, mode: str, *, ckpt: str | None = None) -> Result:
         loader, saver = state_loader(StateLoader, dataset), Saver(f"{folder}/{mode}", [STOPS])
@@ -172,20 +172,27 @@ def streamed(rank: int, world: int, folder: str) -> tuple[Result, Result, str]:
             rank, world, balanced(stream=mode), loader, ckpt=ckpt, callbacks=[saver], limit_train_batches=6
         )  # fmt: skip
 
-    whole = trained(Stream(), "shared")
-    rest = trained(Stream(), "shared", ckpt=f"{folder}/shared/batch-1-2.ckpt")
-    trained(Endless(), "infinite")
+    at = "batch-1-2.ckpt"
+    kinds = ("shared", Stream), ("infinite", Endless)
+    return [(trained(of(), mode), trained(of(), mode, ckpt=f"{folder}/{mode}/{at}")) for mode, of in kinds]
+
+
+def without_place(rank: int, world: int, ckpt: str) -> str:
     with pytest.raises(ValueError) as refused:
-        trained(Endless(), "infinite", ckpt=f"{folder}/infinite/batch-1-2.ckpt")
-    return whole, rest, str(refused.value)
+        loader = state_loader(StateLoader, Endless())
+        fit(rank, world, balanced(stream="infinite", global_batch_size=BATCH), loader, ckpt=ckpt)
+    return str(refused.value)
 
 
-def test_streams_behind_a_loader_with_a_state_resume_exactly_or_not_inside_an_epoch(tmp_path: Any) -> None:
+def test_streams_behind_a_loader_with_a_state_resume_at_the_next_sample(tmp_path: Any) -> None:
     ranks = run_ranks(2, streamed, str(tmp_path))
-    whole, rest = [rank[0] for rank in ranks], [rank[1] for rank in ranks]
+    whole, rest = ([rank[0][run] for rank in ranks] for run in range(2))
     assert joined(whole) == [list(range(i, i + BATCH)) for _ in range(EPOCHS) for i in range(0, SAMPLES, BATCH)]
     check(rest, (whole[0][0], joined(whole)), DONE, "resumed")
-    for _, _, said in ranks:
+    for _, ((_, before), (_, after)) in ranks:  # which samples a batch has depends on its shares
+        read = [i for batch in before[6:DONE] + after[: 2 * 6 - DONE] for i in batch]
+        assert read == list(islice(cycle(range(SAMPLES)), len(read)))
+    for said in run_ranks(3, without_place, str(tmp_path / "infinite" / "batch-1-2.ckpt")):
         assert "an infinite stream cannot be repositioned" in said and "torch.utils.data.DataLoader" in said
 
 
