@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.e2e.programs import environ
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 
 def expected() -> list[list[float]]:
