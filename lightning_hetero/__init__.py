@@ -25,8 +25,8 @@ from lightning_hetero._version import __version__
 
 __all__ = [
     "AutoStrategy", "BalancePolicy", "BatchRebalancer", "BoundedStalenessStrategy", "FederatedStrategy",
-    "HeteroPipelineStrategy", "HeteroTrace", "LoadBalancedStrategy", "LyapunovController", "Scenario",
-    "ShardedBalancedStrategy", "StragglerMonitor", "ThrottleCallback", "__version__",
+    "HeteroBatchSizeFinder", "HeteroPipelineStrategy", "HeteroTrace", "LoadBalancedStrategy", "LyapunovController",
+    "Scenario", "ShardedBalancedStrategy", "StragglerMonitor", "ThrottleCallback", "__version__",
 ]  # fmt: skip
 _STRATEGIES = {
     "balanced": "LoadBalancedStrategy", "stale": "BoundedStalenessStrategy", "pipeline": "HeteroPipelineStrategy",

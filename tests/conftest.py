@@ -22,6 +22,8 @@ HERE = Path(__file__).resolve().parent
 
 # Also in the processes that tests start: an error of a callback that only observes is an error here.
 os.environ["LIGHTNING_HETERO_OBSERVERS_RAISE"] = "1"
+# No speeds that a test has learned are known to the next one.
+os.environ["LIGHTNING_HETERO_CACHE"] = os.devnull
 
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
 # HYPOTHESIS_PROFILE=explore searches further, with new examples each time.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 from lightning_hetero.emulate import Scenario, SlowSpells
+from lightning_hetero.emulate.parts import as_changes
 
 SPELLS = SlowSpells(probability=1 / 30, factor=6.0, steps=8)  # a quarter of the steps, as in `benchmarks.stale`
 PATTERN = (1.0, 1.0, 0.5, 0.25)
@@ -59,6 +61,41 @@ class Case:
         return replace(self, steps=24, swap_at=10, scenario=base.change(speeds[::-1], at_step=10))
 
 
+def best_static(scenario: Scenario, per_rank: int, steps: int, caps: Sequence[int]) -> tuple[int, ...]:
+    """Returns the constant shares that make a whole run shortest, in hindsight: samples move until no move helps.
+
+    Args:
+        scenario: jitter and spells do not count.
+        per_rank: samples of an equal share.
+        steps: of the run.
+        caps: the most samples of each rank.
+    """
+    ranks, scenario = range(len(caps)), replace(scenario, jitter=0.0, spells=None)
+    fixed_s, sample_s = scenario.step_s, scenario.sample_s or 0.0
+    changes = {0, *(change.step for change in as_changes("changes", scenario.changes) if change.step < steps), steps}
+    spans = [(end - begin, [scenario.speed(r, begin) for r in ranks]) for begin, end in pairwise(sorted(changes))]
+
+    def run_s(shares: Sequence[int]) -> float:
+        """The time of the run; of equal ones the one with less work on the other slow ranks is better."""
+        spent = [(n, [(fixed_s + x * sample_s) / v for x, v in zip(shares, now, strict=True)]) for n, now in spans]
+        return sum(n * (max(times) + 1e-6 * sum(t * t for t in times)) for n, times in spent)
+
+    shares = [min(per_rank, cap) for cap in caps]
+    while sum(shares) < per_rank * len(caps):
+        shares[min((r for r in ranks if shares[r] < caps[r]), key=lambda r: shares[r])] += 1
+    better = True
+    while better:
+        better = False
+        for size, giver, taker in product((8, 1), ranks, ranks):
+            tried = list(shares)
+            tried[giver] -= size
+            tried[taker] += size
+            fits = giver != taker and tried[giver] > 0 and tried[taker] <= caps[taker]
+            if fits and run_s(tried) < run_s(shares) - 1e-12:
+                shares, better = tried, True
+    return tuple(shares)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EqualCase:
     """Equal devices: what the strategy costs when it cannot help.
@@ -93,9 +130,11 @@ def unequal_cases() -> list[Case]:
     four, equal = scenario(PATTERN, 4), scenario((1.0,), 4)
     return [
         Case(name="2 ranks 1:1/4", world_size=2, scenario=two),
+        Case(name="2 ranks 1:1/2", world_size=2, scenario=scenario((1.0, 0.5), 2)),
         Case(name="4 ranks 1:1:1/2:1/4", world_size=4, scenario=four),
         Case(name="4 ranks 1:1:1/2:1/4, 10% jitter", world_size=4, scenario=four.jittered(0.1)),
         Case(name="4 ranks 1:1:1/2:1/8", world_size=4, scenario=scenario(STRONG, 4), min_samples=1),
+        Case(name="4 ranks 1:1:1:1/8", world_size=4, scenario=scenario((1.0, 1.0, 1.0, 0.125), 4), min_samples=1),
         Case(
             name="4 ranks, speeds reversed at step 30",
             world_size=4,

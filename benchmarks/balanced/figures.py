@@ -40,6 +40,13 @@ def even_step_s(scenario: Scenario, world_size: int, global_batch: int, step: in
     return (scenario.step_s + (scenario.sample_s or 0.0) * global_batch / world_size) / slowest
 
 
+def fast_step_s(scenario: Scenario, world_size: int, global_batch: int) -> float:
+    """Returns the least time of a step if the slower devices are left out, and the others get equal parts [s]."""
+    speeds = sorted((scenario.speed(r, 0) for r in range(world_size)), reverse=True)
+    a, c = scenario.sample_s or 0.0, scenario.step_s
+    return min((c + a * global_batch / n) / speeds[n - 1] for n in range(1, world_size + 1))
+
+
 def makespans(case: Case, samples: Sequence[Sequence[int]]) -> list[float]:
     """Modelled time of each step on the samples the ranks really got, over the ideal of that step."""
     plain = case.scenario.jittered(0.0)
@@ -124,6 +131,15 @@ def summarize(case: Case, raw: Mapping[str, Any], goals: bool, cores: int) -> li
     if raw["folk"]["steps_s"]:
         folk_s = over_runs(case, raw["folk"]["steps_s"], steady)
         figures.append(put("static uneven sampler, unweighted: step", folk_s * 1e3, "ms"))
+        most = None if not held else 0.9 if case.swap_at else 1.0
+        for engine, words in (("ours", "a first run"), ("ours again", "with the last run's speeds")):
+            ratio = statistics.median(
+                sum(a) / sum(b) for a, b in zip(raw[engine]["steps_s"], raw["folk"]["steps_s"], strict=True)
+            )
+            name = f"ours / static parts that are best in hindsight, whole run, {words}"
+            figures.append(put(name, ratio, "x", most=most if engine != "ours" else None))
+        fast_s = fast_step_s(plain, case.world_size, case.global_batch)
+        figures.append(put("the fast devices alone, ideal step", fast_s * 1e3, "ms"))
         bias = statistics.median(raw["folk"]["gradient_error"])
         figures.append(put("static uneven sampler, unweighted: relative gradient error", bias, ""))
     taken = max(value for engine in raw.values() for value in engine["taken"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.balanced.cases import best_static
 from lightning_hetero.emulate import Scenario
 
 PATTERN = (1.0, 1.0, 0.5, 0.25)
@@ -62,33 +63,8 @@ class Case:
         return high
 
     def best_static(self) -> tuple[int, ...]:
-        """The constant shares that make the whole run shortest, in hindsight: samples move until no move helps."""
-
-        speeds = [[self.scenario.speed(rank, step) for rank in range(len(self.caps()))] for step in range(self.steps)]
-
-        def run_s(shares: Sequence[int]) -> float:
-            """The time of the run; of equal ones the one with less work on the other slow ranks is better."""
-            times = [[(STEP_S + n * SAMPLE_S) / v for n, v in zip(shares, now, strict=True)] for now in speeds]
-            return sum(max(step) for step in times) + 1e-6 * sum(t * t for step in times for t in step)
-
-        shares = [self.per_rank] * len(self.caps())
-        shares = [min(n, cap) for n, cap in zip(shares, self.caps(), strict=True)]
-        while sum(shares) < self.global_batch:
-            rank = min((r for r in range(len(shares)) if shares[r] < self.caps()[r]), key=lambda r: shares[r])
-            shares[rank] += 1
-        better = True
-        while better:
-            better = False
-            for size in (8, 1):
-                for giver in range(len(shares)):
-                    for taker in range(len(shares)):
-                        tried = list(shares)
-                        tried[giver] -= size
-                        tried[taker] += size
-                        fits = giver != taker and tried[giver] > 0 and tried[taker] <= self.caps()[taker]
-                        if fits and run_s(tried) < run_s(shares) - 1e-12:
-                            shares, better = tried, True
-        return tuple(shares)
+        """The constant shares that make the whole run shortest, in hindsight."""
+        return best_static(self.scenario, self.per_rank, self.steps, self.caps())
 
     def quick(self) -> Case:
         """The same case with fewer steps."""

@@ -55,12 +55,14 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         dead_band: relative gain of the predicted step time below which shares stay.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
-            global batch, each rank computes its part in pieces, within the step.
+            global batch, each rank computes its part in pieces, within the step. ``"auto"``: shares grow by at most a
+            quarter at a time, and a rank that runs out of memory in one of the first steps learns what fits.
         quantum: shares are multiples of this, see `LoadBalancedStrategy`.
         policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
-        stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+        stream: what an `IterableDataset` is: ``"finite"`` or ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+            Finite streams may be of unequal length: a rank that is through counts nothing until all are.
         batch_cost: the work of this rank's batch, padding included, see `LoadBalancedStrategy`.
         sample_costs: the work of each sample of the train dataset, by index, see `LoadBalancedStrategy`.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times
@@ -99,7 +101,7 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
         quantum: int | Literal["auto"] = "auto",
         policy: Literal["predictive"] | BalancePolicy | None = None,
         rebalance: bool = True,

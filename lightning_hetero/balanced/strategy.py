@@ -24,14 +24,16 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
         dead_band: relative gain of the predicted step time below which shares stay.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
-            global batch, each rank computes its part in pieces, within the step.
+            global batch, each rank computes its part in pieces, within the step. ``"auto"``: shares grow by at most a
+            quarter at a time, and a rank that runs out of memory in one of the first steps learns what fits.
         quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled again for each number of
             samples, and on devices with tensor cores, a power of two that divides the global batch.
         policy: a whole `BalancePolicy`, instead of ``predictor`` and ``dead_band``; ``None`` and ``"predictive"``:
             the one that these two describe.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
-        stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+        stream: what an `IterableDataset` is: ``"finite"`` or ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+            Finite streams may be of unequal length: a rank that is through counts nothing until all are.
         batch_cost: the work of this rank's batch, padding included, e.g. ``lambda batch: batch["ids"].numel()``, where
             samples differ in it: a long batch is then not taken for a slow device. A method of that name on the
             LightningModule serves too. Default: ``batch_weight`` if given, else the number of samples.

@@ -64,14 +64,14 @@ def check_counts(**counts: int | None) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number >= 1")
 
 
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Checks an argument that has few possible values.
+def check_choice(name: str, value: object, allowed: Sequence[object], *, why: str = "") -> None:
+    """Checks an argument that has few possible values; ``why`` others have no meaning.
 
     Raises:
         ValueError: it is not one of them.
     """
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {allowed}")
+        raise ValueError(f"{name}={value!r} must be one of {allowed}{why}")
 
 
 def check_flags(**flags: bool) -> None:
@@ -237,11 +237,11 @@ def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
     """Adds to an error on sizes, in a step that is not the first, what it may come of: rows kept from another batch."""
     text = str(exception)
     sized = re.search(r"\b(sizes?|shapes?)\b", text) and len(set(re.findall(r"\d+", text))) > 1
-    if sized and isinstance(exception, RuntimeError | ValueError):
+    if sized and isinstance(exception, RuntimeError | ValueError | IndexError):
         exception.args = (
             f"{text} (batches of {strategy_name} differ in their numbers of rows: if the step keeps a state for each"
-            " row from one batch to the next, use strategy='hetero_balanced' as LoadBalancedStrategy(rebalance=False),"
-            " which keeps equal parts)",
+            " row from one batch to the next, or takes rows[rank] of what is gathered, use strategy='hetero_balanced'"
+            " as LoadBalancedStrategy(rebalance=False), which keeps equal parts)",
             *exception.args[1:],
         )
 

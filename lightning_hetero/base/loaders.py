@@ -211,9 +211,10 @@ class PartBinder(LoaderBinder[Bound]):
     def _read_stream(self, bound: Bound, loader: DataLoader, mode: StreamMode, *, least: int = 1) -> DataLoader:
         """Makes the copy of a loader of an iterable dataset, see `RebatchedStream`."""
         stream = RebatchedStream(
-            loader=loader, mode=mode, rank=self._channel.rank, world_size=self._channel.world_size,
-            global_batch_size=bound.full, split=partial(self.split, bound), least=least,
-            position=self._begin_stream, on_fetch=bound.handed.append,
+            loader=loader, mode=mode, channel=self._channel, global_batch_size=bound.full,
+            split=partial(self.split, bound), least=least, position=partial(self._begin_stream, bound),
+            on_fetch=bound.handed.append, trains=partial(compat.is_train_iterator, self._trainer),
+            limit=partial(compat.fetch_limit, self._trainer),
         )  # fmt: skip
         bound.loader = fed_copy(loader, stream)
         return self._add(bound)
@@ -231,9 +232,14 @@ class PartBinder(LoaderBinder[Bound]):
             self._stale = False
         return compat.epoch_running(self._trainer), compat.upcoming_batch(self._trainer)
 
-    def _begin_stream(self) -> tuple[int, int]:
+    def _begin_stream(self, bound: Bound) -> tuple[int, int, int]:
         epoch, _ = self._begin()
-        return epoch, 0 if compat.last_batch_done(self._trainer) else compat.batches_trained(self._trainer)
+        first = 0 if compat.last_batch_done(self._trainer) else compat.batches_trained(self._trainer)
+        return epoch, first, self.used(bound, first)
+
+    def used(self, bound: Bound, batches: int) -> int:
+        """Returns how many samples of what this rank reads the first batches of the epoch have used."""
+        return batches * bound.full
 
     def _in_use(self) -> list[Bound]:
         """Returns those whose copy the Trainer reads; others were replaced by reloading. All, before it has any."""

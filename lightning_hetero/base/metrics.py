@@ -7,14 +7,12 @@ updates the same, so give it ``weight=len(x)`` with a batch mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from lightning_hetero.measure.device import device_of
 
 _DIMS = 8  # of a tensor, at most
 
@@ -29,10 +27,9 @@ def is_mean(reduce_op: object) -> bool:
 def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup) -> Tensor:
     """Replaces ``value`` by ``sum_r w_r v_r / sum_r w_r`` over the group, in place, and returns it.
 
-    With all weights zero it is the plain mean. Any shape; the arithmetic is float64 where the device has it.
+    With all weights zero it is the plain mean. Any shape; the arithmetic is float64.
     """
-    wide = device_of(value.device).widest_float()
-    flat = value.detach().to(wide).reshape(-1)
+    flat = value.detach().to(torch.float64).reshape(-1)
     weighted = flat * weight if weight else torch.zeros_like(flat)  # a dummy batch may be NaN
     packed = torch.cat([weighted, flat.new_full((1,), weight), flat])
     dist.all_reduce(packed, group=group)
@@ -56,7 +53,10 @@ def integer_mean_(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mean / dist.get_world_size(group)
 
 
-def gather_unequal(tensor: Tensor, gather: Callable[[Tensor], Any], *, group: Any, engine: str) -> Any:
+def gather_unequal(
+    tensor: Tensor, gather: Callable[[Tensor], Any], *, group: Any, engine: str,
+    counted: Callable[[list[int]], Sequence[int]] = list,
+) -> Any:  # fmt: skip
     """Returns what ``gather`` makes of the ranks' tensors: of equal shapes, in front a dimension of the ranks.
 
     Of tensors that differ in one dimension, e.g. the samples, all entries come along that dimension in the order of the
@@ -68,6 +68,8 @@ def gather_unequal(tensor: Tensor, gather: Callable[[Tensor], Any], *, group: An
         gather: gathers tensors of equal shapes.
         group: of ranks; None: all.
         engine: for the error.
+        counted: returns, of the sizes of that dimension, the first one if all are equal, how many entries of each rank
+            come; the same on all ranks.
 
     Raises:
         RuntimeError: the shapes differ in more than one dimension; on all ranks.
@@ -78,8 +80,6 @@ def gather_unequal(tensor: Tensor, gather: Callable[[Tensor], Any], *, group: An
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
     shapes = [tuple(row[1 : 1 + row[0]]) for row in torch.stack(everyone).tolist()]
-    if len(set(shapes)) == 1:
-        return gather(tensor)
     differ = [d for d, sizes in enumerate(zip(*shapes, strict=False)) if len(set(sizes)) > 1]
     if len({len(shape) for shape in shapes}) > 1 or len(differ) > 1:
         told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
@@ -88,9 +88,13 @@ def gather_unequal(tensor: Tensor, gather: Callable[[Tensor], Any], *, group: An
             " of samples, and their tensors may differ in one dimension, not in several: pad the others to a common"
             " length, or gather objects by torch.distributed.all_gather_object"
         )
-    dim, sizes = differ[0], [shape[differ[0]] for shape in shapes]
+    dim = differ[0] if differ else 0
+    sizes = [shape[dim] for shape in shapes]
+    kept = counted(sizes)
+    if len({*sizes, *kept}) == 1:
+        return gather(tensor)
     missing = list(tensor.shape)
     missing[dim] = max(sizes) - tensor.shape[dim]
     padded = gather(torch.cat([tensor, tensor.new_zeros(missing)], dim=dim))
-    parts = [padded[rank].narrow(dim, 0, size) for rank, size in enumerate(sizes)]
+    parts = [padded[rank].narrow(dim, 0, size) for rank, size in enumerate(kept)]
     return torch.cat(parts, dim=dim).unsqueeze(0)

@@ -2,8 +2,9 @@
 
     torchrun   LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE, WORLD_SIZE
     SLURM      SLURM_STEP_TASKS_PER_NODE="6,1(x2)", SLURM_NODEID, SLURM_NTASKS
+    Ray        ray.train.get_context(), ray.train.torch.get_device()
 
-Stock Lightning refuses nodes of 6 + 1 + 1 devices under both. Ranks are right without it: the environments of both read
+Stock Lightning refuses nodes of 6 + 1 + 1 devices under all. Ranks are right without it: the environments read
 them from the launcher. What is left is the Trainer's arguments, which are made to follow, and its check of them.
 """
 
@@ -14,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -35,6 +37,7 @@ class Launch:
         even: whether every node has as many, as far as this one can tell.
         binds: whether the launcher may show each process only its own device.
         problem: why training cannot begin in what it has started; else empty.
+        device: that it has chosen for this process; None: it does not choose one.
     """
 
     launcher: str
@@ -43,6 +46,7 @@ class Launch:
     even: bool
     binds: bool = False
     problem: str = ""
+    device: torch.device | None = None
 
 
 def launch_of(environment: ClusterEnvironment | None, environ: Mapping[str, str] = os.environ) -> Launch | None:
@@ -56,6 +60,11 @@ def launch_of(environment: ClusterEnvironment | None, environ: Mapping[str, str]
         return _torchrun(environ)
     if isinstance(environment, SLURMEnvironment):
         return _slurm(environ)
+    if type(environment).__name__ == "RayLightningEnvironment":
+        import ray.train.torch  # pyright: ignore[reportMissingImports]
+
+        local = ray.train.get_context().get_local_world_size()
+        return Launch(launcher="Ray", local=local, nodes=None, even=False, device=ray.train.torch.get_device())
     return None
 
 
@@ -116,7 +125,9 @@ class UnevenNodesStrategy(LaunchedStrategy):
         devices, accelerator = self.parallel_devices, self.accelerator
         if not devices or accelerator is None or len(devices) != accelerator.auto_device_count():
             return
-        if len(devices) >= launch.local:  # all of the node were meant: those that processes were started for
+        if launch.device is not None and launch.device.type == devices[0].type:
+            self.parallel_devices = [launch.device] * launch.local
+        elif len(devices) >= launch.local:  # all of the node were meant: those that processes were started for
             self.parallel_devices = devices[: launch.local]
         elif len(devices) == 1 and (launch.binds or isinstance(accelerator, CPUAccelerator)):
             self.parallel_devices = devices * launch.local  # each process sees one, its own

@@ -91,6 +91,9 @@ class _Alone:
     def all_gather_object(self, value: object) -> list:
         return [value]
 
+    def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
+        return lambda: [list(row)]
+
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
         assert indices is not None
         return list(indices)

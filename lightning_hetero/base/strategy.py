@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, SharedSettings
@@ -32,6 +35,7 @@ from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, sum_up
 from lightning_hetero.callbacks.reporting import Reporting
+from lightning_hetero.lightning_compat import trainer_callbacks
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
 
@@ -132,6 +136,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             warn_of_emulation(self.precision_plugin, self.root_device, self.global_rank)
+        if any(isinstance(callback, BatchSizeFinder) for callback in trainer_callbacks(trainer)):
+            raise MisconfigurationException(
+                "Lightning's BatchSizeFinder is not supported with distributed strategies. Under 'hetero_balanced'"
+                " lightning_hetero.HeteroBatchSizeFinder() finds each rank's largest batch; max_samples='auto' of"
+                " LoadBalancedStrategy and ShardedBalancedStrategy learns it in the first steps"
+            )
         if self.world_size == 1:
             if fitting:
                 self._begin_on_one_device(trainer)
@@ -231,7 +241,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         with self.waiting_for_peers():
             if self.world_size == 1 or not isinstance(tensor, Tensor):
                 return gather(tensor)
-            return gather_unequal(tensor, gather, group=group, engine=self.engine)
+            counted = partial(self.counted_rows, group, sync_grads)
+            return gather_unequal(tensor, gather, group=group, engine=self.engine, counted=counted)
+
+    def counted_rows(self, group: Any, sync_grads: bool, sizes: Sequence[int]) -> Sequence[int]:
+        """Returns how many of the rows that each rank of a group gives to `all_gather` are those of samples."""
+        return sizes
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self.waiting_for_peers():

@@ -72,6 +72,10 @@ class Reporting(EventSource):
     def pause_too(self, probe: StepProbe) -> None:
         """Called by a `ThrottleCallback`: in a step the strategy waits for peers, which is no work of the device's."""
 
+    def find_sizes(self, finder: Any) -> bool:
+        """Asked by a `HeteroBatchSizeFinder` when set-up begins: whether the strategy will."""
+        return False
+
     def emulate(self, scenario: Scenario) -> bool:
         """Asked by a `ThrottleCallback` when set-up begins: whether the strategy itself sleeps for the scenario."""
         return False

@@ -49,14 +49,11 @@ class StragglerMonitor(Callback, EventSource):
 
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
     (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line says what each rank
-    did. With stock DDP the monitor times its own rank and tells rank 0 of its steps every ``every_n_steps``, though not
-    more often than every fifth step, to look for stragglers; no rank waits for it. It shows means once per epoch, and
-    tells at the end how long ranks waited and what each engine would give, see `lightning_hetero.record.ledger`.
+    did. With stock DDP the monitor times its own rank and tells rank 0 of its steps every ``log_every_n_steps``, though
+    not more often than every fifth step, to look for stragglers; no rank waits for it. It shows means once per epoch,
+    and tells at the end how long ranks waited and what each engine would give, see `lightning_hetero.record.ledger`.
 
     Args:
-        every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's
-            ``log_every_n_steps``.
-        prog_bar: show each rank's samples, and the part of the ranks' time that is waiting, on the progress bar.
         most_ranks: with more ranks than this, report only ``max`` and ``min`` over them; 0: only values of all ranks,
             e.g. ``hetero/imbalance`` and ``hetero/waiting``.
         batch_cost: under stock DDP, the work of this rank's batch, padding included, e.g. its tokens, where samples
@@ -64,18 +61,11 @@ class StragglerMonitor(Callback, EventSource):
             engine of this package does its own counting, see `LoadBalancedStrategy`.
 
     Raises:
-        ValueError: ``every_n_steps`` < 1.
         TypeError: ``batch_cost`` is no function.
     """
 
-    def __init__(
-        self, *, every_n_steps: int | None = None, prog_bar: bool = True, most_ranks: int = 16,
-        batch_cost: BatchCost | None = None,
-    ) -> None:  # fmt: skip
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
+    def __init__(self, *, most_ranks: int = 16, batch_cost: BatchCost | None = None) -> None:
         check_batch_cost(batch_cost)
-        self.every_n_steps, self.prog_bar = every_n_steps, prog_bar
         self.most_ranks, self.batch_cost = most_ranks, batch_cost
         self._strategy: Reporting | None = None  # of the running fit, where this rank reports it
         self._due = False  # in this batch, or in the next that this rank trains on
@@ -129,7 +119,7 @@ class StragglerMonitor(Callback, EventSource):
     ) -> None:
         self._end_batch(trainer, batch)
         if self._own is not None:  # though nothing was measured here: the other ranks gather
-            every = self.every_n_steps or compat.log_interval(trainer) or _OFTEN
+            every = compat.log_interval(trainer) or _OFTEN
             if (batch_idx + 1) % max(every, _SELDOM) == 0:
                 self._compare_own(trainer, self._own)
 
@@ -196,10 +186,8 @@ class StragglerMonitor(Callback, EventSource):
                     )
 
     def _is_due(self, trainer: Trainer) -> bool:
-        if not (trainer.loggers or self.prog_bar):
-            return False
         if not self._due:
-            every = self.every_n_steps or compat.log_interval(trainer)
+            every = compat.log_interval(trainer)
             reached = every > 0 and (compat.logging_step(trainer) + 1) % every == 0
             self._due = trainer.is_last_batch or (reached and not compat.accumulates_now(trainer))
         return self._due
@@ -282,7 +270,7 @@ class StragglerMonitor(Callback, EventSource):
             logger.log_metrics(dict(values), step=step)
 
     def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], name: str, part: float) -> None:
-        if not (self.prog_bar and trainer.is_global_zero) or math.isnan(part):
+        if not trainer.is_global_zero or math.isnan(part):
             return
         if records:
             compat.show_on_progress_bar(trainer, "shares", shares_text([r.samples for r in records]))

@@ -46,17 +46,13 @@ class HeteroTrace(Callback):
     Args:
         dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without
             one.
-        every_n_steps: write each n-th ``step`` event of an epoch; other kinds are always written.
 
     Raises:
-        ValueError: ``every_n_steps`` < 1, or ``dirpath`` is a remote address.
+        ValueError: ``dirpath`` is a remote address.
     """
 
-    def __init__(self, dirpath: str | None = None, *, every_n_steps: int = 1) -> None:
-        if isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number >= 1 (1 writes every step)")
+    def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = None if dirpath is None else _local(dirpath)
-        self.every_n_steps = every_n_steps
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
         self._source: EventSource | None = None  # the same to the end, when the strategy measures no more
         self._rank, self._run, self._resumed = 0, "", False
@@ -107,7 +103,7 @@ class HeteroTrace(Callback):
         every = compat.log_interval(trainer)
         if every > 0 and (compat.logging_step(trainer) + 1) % every == 0 and not compat.accumulates_now(trainer):
             self._note_metrics(trainer, "loss")
-        if self._writer is None or self._drain() is not False or batch_idx % self.every_n_steps != 0:
+        if self._writer is None or self._drain() is not False:
             return
         data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
         self._write("step", trainer.current_epoch, batch_idx, data)
@@ -151,8 +147,7 @@ class HeteroTrace(Callback):
         if self._writer is None or self._source is None:
             return self._source is not None
         for event in self._source.step_events():
-            if event.kind != "step" or event.step % self.every_n_steps == 0:
-                self._write(event.kind, event.epoch, event.step, event.data, event.t_s)
+            self._write(event.kind, event.epoch, event.step, event.data, event.t_s)
         return True
 
     def _write(self, kind: str, epoch: int, step: int, data: Any, at_s: float = 0.0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import platform
 import shutil
@@ -72,9 +71,9 @@ def _host(environ: Mapping[str, str]) -> HostFacts:
     address = environ.get("MASTER_ADDR")
     total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
     return HostFacts(
-        system=platform.system(), packages=tuple(_packages()),
+        packages=tuple(_packages()),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        shm_bytes=total, shm_free_bytes=free, start_methods=tuple(multiprocessing.get_all_start_methods()),
+        shm_bytes=total, shm_free_bytes=free,
         backends=tuple(name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)),
         interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
         unresolved=None if address is None or _works(lambda: socket.getaddrinfo(address, None)) else address,

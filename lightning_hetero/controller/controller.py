@@ -21,6 +21,7 @@ from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Cluster, PipelinePlan
 
 _STALE, _SURE = 0.01, 2.0  # relative change of an estimate, and in its standard deviations, that counts
+_SHARE_BAND = 0.01  # least relative gain for which samples per group change
 _WARM_UP = 1  # first batches to ignore
 _ROUNDS, _CANDIDATES = 2, 60  # of the search for a structure
 
@@ -48,7 +49,7 @@ class Controller:
         self, settings: ControllerSettings, cluster: Cluster, plan: PipelinePlan, *, forms: Forms, spending: Spending
     ) -> None:
         self.settings, self._forms, self._spending = settings, forms, spending
-        self._costs = _Costs(forms, cluster, settings.recheck)
+        self._costs = _Costs(forms, cluster)
         self._trials = Trials()
         self._put_off: list[str] | None = None  # what there was to look at, when it was put off by a batch
         self._start_with(plan)
@@ -146,7 +147,7 @@ class Controller:
             if found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best):
                 return self._adopt("plan", best, found, look.reason)
         gain = now.value - best.value
-        if best.shares != now.shares and gain > self.settings.share_band * objective.scale_at(now):
+        if best.shares != now.shares and gain > _SHARE_BAND * objective.scale_at(now):
             return self._adopt("shares", now, best, "samples per group")
         self._costs.kept = -1 if charged else self.generation
         return self._decision("")
@@ -317,9 +318,9 @@ class _Costs:
         ranks: number of them.
     """
 
-    def __init__(self, forms: Forms, cluster: Cluster, recheck: int | None) -> None:
+    def __init__(self, forms: Forms, cluster: Cluster) -> None:
         self._forms, self.ranks = forms, len(cluster.devices)
-        self.estimates = Estimates(forms.model, cluster, recheck=recheck)
+        self.estimates = Estimates(forms.model, cluster)
         self.migration = MigrationModel()
 
     def renew(self, plan: PipelinePlan) -> None:

@@ -33,11 +33,11 @@ from lightning_hetero.types import Cluster, Link, ModelCost
 _FEW = 3  # layers in a stage, below which their median says nothing
 _SMALL = 0.1  # of the mean layer of a stage
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
-_NOTHING_S = 1e-12
 _BESIDE = 50  # batches within which measurements of a rank's links count together
 _BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
 _UNSTEADY, _STEADY = 3, 10  # first times of a rank at rest: ignored so many; compared with the mean up to so many
 _CHANGED, _RESTING_SURE = 0.5, 4.0  # relative change of its time that counts, if it is so many standard deviations
+_RECHECK = 200  # batches after which what is not measured any more is forgotten
 _WELL = 1.05  # factor up to which something is as the profile says
 
 
@@ -127,17 +127,16 @@ class Estimates:
     Args:
         model: the costs that were planned with, tied layers joined.
         cluster: devices and links that were planned with.
-        recheck: batches after which something not measured any more is forgotten; None: never.
     """
 
-    def __init__(self, model: ModelCost, cluster: Cluster, *, recheck: int | None) -> None:
-        self._model, self._cluster, self._recheck = model, cluster, recheck
+    def __init__(self, model: ModelCost, cluster: Cluster) -> None:
+        self._model, self._cluster = model, cluster
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[Key, _Factor] = {}
         self._resting: dict[int, _Resting] = {}
         self._batch_s = 0.0  # of the last batch
         self._state: State | None = None  # until something is learned or forgotten
-        self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
+        self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `_RECHECK`
         self._base = [fixed_and_per_sample(layer) for layer in model.layers]
         self._leader = [fixed_and_per_sample(model.before), fixed_and_per_sample(model.head)]
 
@@ -223,8 +222,6 @@ class Estimates:
 
     def forget(self, batch: int) -> list[str]:
         """Forgets what was not measured for long; returns what, in words."""
-        if self._recheck is None:
-            return []
         gone: list[str] = []
         again: set[tuple[str, int]] = set()
         for key, factor in self._factors.items():
@@ -232,7 +229,7 @@ class Estimates:
                 continue
             ends = [(key[0], rank) for rank in key[1:]]
             patience = max(self._patience.get(end, 1) for end in ends)
-            if batch - factor.seen > self._recheck * patience:
+            if batch - factor.seen > _RECHECK * patience:
                 gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
                 factor.forget()
                 self._state = None

@@ -33,10 +33,6 @@ class LyapunovController(ControllerSettings):
         structure: layers may move, and ranks may be idle; False: only samples per group are decided again.
         dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked
             at.
-        share_band: least relative gain for which samples per group change.
-        look_every: batches after which the structure is looked at without a change.
-        recheck: batches after which a device or a link that is not used is taken for as good as in the beginning, twice
-            as long each time; None: never.
 
     Raises:
         TypeError, ValueError: a value of a wrong type or out of its range; says which is allowed.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
-from lightning_hetero.checked import check_fields, count, is_list, mapping, optional, real
+from lightning_hetero.checked import check_fields, is_list, mapping, optional, real
 
 Resource = Literal["money", "energy", "traffic"]
 
@@ -44,15 +44,11 @@ class ControllerSettings:
     rest_cost: float = 0.0
     structure: bool = True
     dead_band: float = 0.03
-    share_band: float = 0.01
-    look_every: int = 50
-    recheck: int | None = 200
 
     def __post_init__(self) -> None:
         check_fields(self, v=optional(partial(real, above=True)), budget=optional(_budget), bank=optional(real))
         check_fields(self, prices=_one_or_each, power_w=_one_or_each, idle_power_w=_one_or_each)
-        check_fields(self, **dict.fromkeys(("rest_cost", "dead_band", "share_band"), partial(real, most=1.0)))
-        check_fields(self, look_every=count, recheck=optional(count))
+        check_fields(self, **dict.fromkeys(("rest_cost", "dead_band"), partial(real, most=1.0)))
         if type(self.structure) is not bool:
             raise TypeError(f"LyapunovController.structure={self.structure!r} must be true or false")
 

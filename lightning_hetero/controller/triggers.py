@@ -11,6 +11,7 @@ from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.controller.spending import Spending
 
 _QUEUE_STEP, _QUEUE_EVERY = 0.1, 5  # of V: a change of a queue's weight that is worth a look; so many batches apart
+_LOOK_EVERY = 50  # batches, without a change
 _LEAST_LIFE, _LIFE, _MOST_LIFE = 20.0, 80.0, 400.0  # batches that a state is taken to last
 
 
@@ -25,7 +26,7 @@ class Triggers:
     """Tells when something has changed since the structure was looked at.
 
     Args:
-        settings: dead band, and after how many batches it is looked at without a change.
+        settings: the dead band.
         state: of the devices when the run begins.
 
     Attributes:
@@ -58,8 +59,8 @@ class Triggers:
         if changes:
             self._lives.append(float(batch - self._changed_at))
             self._changed_at = batch
-        if not words and batch - self.at >= self._settings.look_every:
-            words = [f"{self._settings.look_every} batches since the last look"]
+        if not words and batch - self.at >= _LOOK_EVERY:
+            words = [f"{_LOOK_EVERY} batches since the last look"]
         if not words:
             return Look("")
         self._state, self.at, self._weights = state, batch, weights

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from lightning_hetero.data.batches import EpochSampler
 from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, fed_copy, keep_samples
@@ -55,7 +55,7 @@ class SampleSource:
         if self.ahead:
             self.ahead_loader = altered_copy(
                 loader,
-                batch_sampler=_Units(self._next_unit),
+                batch_sampler=iter(self._next_unit, None),  # endless: each is decided when a worker is free to fetch it
                 collate_fn=keep_samples,
                 in_order=True,
                 pin_memory=False,  # the collated batch is, see `batch`
@@ -142,17 +142,6 @@ class SampleSource:
 def _items(dataset: Any, indices: list[Any]) -> list[Any]:
     fetch: Callable[[list[Any]], list[Any]] | None = getattr(dataset, "__getitems__", None)
     return list(fetch(indices)) if fetch is not None else [dataset[i] for i in indices]
-
-
-class _Units(Sampler[list[Any]]):
-    """An endless batch sampler: each unit is decided when a worker is free to fetch it."""
-
-    def __init__(self, unit: Callable[[], list[Any]]) -> None:
-        self._unit = unit
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        while True:
-            yield self._unit()
 
 
 def assigned_loader(

@@ -62,7 +62,7 @@ def altered_copy(loader: DataLoader, **attributes: Any) -> DataLoader:
     """Returns a copy of ``loader``, not yet iterated over, with other attributes."""
     altered = copy.copy(loader)
     # DataLoader forbids changing some of them after construction; the copy is not yet in use by anyone.
-    for name, value in {"_iterator": None, **attributes}.items():
+    for name, value in {"_iterator": None, "_initial_iter_for_state_dict": False, **attributes}.items():
         object.__setattr__(altered, name, value)
     return altered
 
@@ -123,4 +123,6 @@ def _fed_class(cls: type[DataLoader]) -> type[DataLoader]:
     iterator = property(get_iterator, set_iterator)
     members = {"__module__": cls.__module__, "__iter__": iterate, "__len__": length, "_iterator": iterator}
     members["__reduce_ex__"] = reduce
+    if hasattr(cls, "load_state_dict"):  # the Trainer's counters say where an epoch goes on; the class would skip again
+        members |= {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
     return type(f"Fed{cls.__name__}", (cls,), members)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -62,24 +63,42 @@ def inspect_loader(loader: object) -> LoaderSpec:
 
     Raises:
         IndivisibleError: not a `DataLoader`, or one whose batches cannot be divided.
+        TypeError: its ``load_state_dict`` was called.
     """
+    name = type(loader).__name__
     if not isinstance(loader, DataLoader):
         raise IndivisibleError(
-            f"a train loader of type {type(loader).__name__} cannot be divided by speed: pass a"
-            " torch.utils.data.DataLoader or a subclass of it"
+            f"a train loader of type {name} cannot be divided by speed: pass a torch.utils.data.DataLoader or a"
+            " subclass of it"
         )
+    if hasattr(loader, "load_state_dict") and hasattr(loader.dataset, "load_state_dict"):
+        raise IndivisibleError(
+            f"the dataset {type(loader.dataset).__name__} has a state (state_dict), which {name} stores for parts of"
+            " equal size only: pass torch.utils.data.DataLoader instead, which stores none"
+        )
+    if vars(loader).get("next_iter_state"):
+        raise TypeError(
+            f"load_state_dict of the train loader ({name}) was called, but the strategy itself continues an epoch where"
+            " the Trainer's checkpoint stopped: do not call it, or use strategy='ddp'"
+        )
+    drawn_from, own_iter = probed(loader)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
             raise IndivisibleError(
                 "an IterableDataset that makes its own batches (DataLoader(batch_size=None)) cannot be divided by"
                 " speed: yield samples and set batch_size"
             )
+        if own_iter:
+            raise IndivisibleError(
+                f"{name} has its own iterator, which would get single samples of its IterableDataset instead of"
+                " batches: change samples in the dataset, batches in collate_fn, and pass torch.utils.data.DataLoader"
+            )
         # The samples are re-batched after the loader, so its read-ahead delays no decision.
         return _spec(loader, "stream", loader.batch_size, loader.drop_last, samples=None, read_ahead=0)
-    if not _draws_from_sampler(loader):
+    if not drawn_from:
         raise IndivisibleError(
-            f"{type(loader).__name__}.__iter__ does not draw from its batch_sampler, so its batches cannot be divided"
-            " by speed: make them from super().__iter__()"
+            f"{name}.__iter__ does not draw from its batch_sampler, so its batches cannot be divided by speed: make"
+            " them from super().__iter__()"
         )
     sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
     if batch_size is None:
@@ -103,9 +122,12 @@ def inspect_loader(loader: object) -> LoaderSpec:
 
 def _spec(loader: DataLoader, kind: LoaderKind, batch_size: int | None, drop_last: bool, **known: Any) -> LoaderSpec:
     samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
-    ahead, workers = loader.num_workers * (loader.prefetch_factor or 0), loader.num_workers
-    found = {"samples": samples, "read_ahead": ahead, "workers": workers, **known}
+    found = {"samples": samples, "read_ahead": _ahead(loader), "workers": loader.num_workers, **known}
     return LoaderSpec(kind=kind, batch_size=batch_size, drop_last=drop_last, **found)
+
+
+def _ahead(loader: DataLoader) -> int:
+    return loader.num_workers * (loader.prefetch_factor or 0)
 
 
 def _kind_of(sampler: object) -> LoaderKind:
@@ -123,16 +145,22 @@ def batch_source(loader: DataLoader) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
-def _draws_from_sampler(loader: DataLoader) -> bool:
-    """Whether a subclass makes its batches from the batch sampler, where ours will stand: given an empty one."""
+def probed(loader: DataLoader) -> tuple[bool, bool]:
+    """Returns whether a subclass draws from the batch sampler, where ours will be, and whether its iterator is its own.
+
+    Asked of a copy with an empty sampler, and with an empty stream.
+    """
     if type(loader) is DataLoader:
-        return True
+        return True, False
     place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    asked = _Asked()
+    asked, iterator = _Asked(), None
     aside = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False, place: asked}
+    if isinstance(loader.dataset, IterableDataset):
+        aside["dataset"] = ChainDataset([])
     with undrawn(loader), suppress(Exception):
-        next(iter(altered_copy(loader, **aside)), None)
-    return asked.was
+        iterator = iter(altered_copy(loader, **aside))
+        next(iterator, None)
+    return asked.was, type(iterator).__module__.partition(".")[0] not in ("torch", "torchdata")
 
 
 class _Asked(Sampler[Any]):
@@ -174,7 +202,7 @@ def rebatched_loader(
     """
     # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
     attributes = {"in_order": True, **sampled_by(loader, sampler, sampler.order)}
-    feed = _Parts(sampler, position, restarts, on_fetch, looks_on, watch_drops(loader, counted))
+    feed = _Parts(sampler, position, restarts, on_fetch, looks_on, watch_drops(loader, counted), 1 + _ahead(loader))
     return fed_copy(loader, feed, **attributes)
 
 
@@ -196,17 +224,16 @@ class _Parts(BatchFeed):
     on_fetch: Callable[[Part], None]
     looks_on: Callable[[object], int]
     drops: DroppedSamples
+    most: int  # batches drawn when one is handed out
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin(iterator: object) -> Iterator[Any]:
-            ranks = self.looks_on(iterator)
-            return self._looked_at(own, ranks) if ranks else self._trained_on(own)
+            if ranks := self.looks_on(iterator):
+                self.sampler.begin_look(ranks)
+                return own()
+            return self._trained_on(own)
 
         return LazyIterator(begin)
-
-    def _looked_at(self, own: Callable[[], Iterator[Any]], ranks: int) -> Iterator[Any]:
-        self.sampler.begin_look(ranks)
-        return own()
 
     def _trained_on(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler = self.sampler
@@ -217,10 +244,10 @@ class _Parts(BatchFeed):
             batch = next(batches, _END)
             if batch is _END:
                 return
-            if not issued:
+            if not 1 <= len(issued) <= self.most:
                 raise TypeError(
-                    f"{type(sampler).__name__} was not asked for this batch: the loader's __iter__ does not draw from"
-                    " its batch_sampler, so its batches cannot be divided; make them from super().__iter__()"
+                    f"the loader's __iter__ has drawn {len(issued)} batches from its batch_sampler and handed out one:"
+                    " hand out each batch of super().__iter__() once and at once; num_workers fetch ahead"
                 )
             spent_s = time.perf_counter() - started_s - (sampler.decision_s - decided_s)
             part = issued.popleft()

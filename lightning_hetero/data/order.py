@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,12 +30,14 @@ class SizedSampler(Protocol):
 
 
 class Channel(Protocol):
-    """The few blocking exchanges that orders need, at set-up and at the start of an epoch."""
+    """The few exchanges that reading needs; those of objects block, at set-up and at the start of an epoch."""
 
     rank: int
     world_size: int
 
     def all_gather_object(self, value: object) -> list: ...
+
+    def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]: ...
 
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]: ...
 

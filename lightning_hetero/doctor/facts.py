@@ -30,23 +30,19 @@ class HostFacts:
     """The machine without its GPUs.
 
     Attributes:
-        system: e.g. ``"Linux"``.
         packages: needed ones.
         cores: processors that this process may use.
         shm_bytes, shm_free_bytes: of ``/dev/shm``; None: it does not exist.
-        start_methods: of processes.
         backends: of torch.distributed that are there.
         interfaces: of the network.
         unresolved: MASTER_ADDR, if it does not resolve; else None.
         taken_port: MASTER_PORT, if this machine cannot listen there; else None.
     """
 
-    system: str = "Linux"
     packages: tuple[Package, ...] = ()
     cores: int = 1
     shm_bytes: float | None = None
     shm_free_bytes: float | None = None
-    start_methods: tuple[str, ...] = ("fork", "spawn")
     backends: tuple[str, ...] = ("gloo",)
     interfaces: tuple[str, ...] = ()
     unresolved: str | None = None

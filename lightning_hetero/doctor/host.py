@@ -35,14 +35,6 @@ def shared_memory(facts: Facts) -> list[Finding]:
     return [warning(check, text, "docker run --shm-size=1g (Kubernetes: an emptyDir of medium Memory at /dev/shm)")]
 
 
-def fork(facts: Facts) -> list[Finding]:
-    """Whether the stale engine's server can be forked."""
-    if "fork" in facts.host.start_methods:
-        return [fine("fork", "processes can be forked")]
-    text = f"{facts.host.system} forks no processes: hetero_stale has no server here"
-    return [warning("fork", text, "use hetero_balanced or hetero_pipeline, or Linux")]
-
-
 def backends(facts: Facts) -> list[Finding]:
     """Whether ranks can talk."""
     check, names = "backends", facts.host.backends

@@ -116,7 +116,7 @@ def verdict(facts: Facts) -> list[Finding]:
 
 CHECKS = (
     host.versions, gpus.device_order, gpus.same_names, gpus.instances, gpus.architectures, gpus.bfloat16, gpus.memory,
-    host.shared_memory, host.fork, host.backends, host.rendezvous, host.cores, speeds, links, world_size, parity,
+    host.shared_memory, host.backends, host.rendezvous, host.cores, speeds, links, world_size, parity,
     verdict,
 )  # fmt: skip
 """In the order in which people read them."""

@@ -101,20 +101,6 @@ class Scenario:
         """Returns this scenario with the process of ``rank`` killed as it begins ``at_step``."""
         return replace(self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="kill")))
 
-    def stall(self, rank: int, at_step: int, seconds: float) -> Scenario:
-        """Returns this scenario with ``rank`` hanging for ``seconds`` as it begins ``at_step``."""
-        return replace(self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="stall", stall_s=seconds)))
-
-    def raise_at(self, rank: int, at_step: int) -> Scenario:
-        """Returns this scenario with a RuntimeError in ``rank`` as it begins ``at_step``."""
-        return replace(self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="exception")))
-
-    def cap(self, rank: int, samples: int) -> Scenario:
-        """Returns this scenario with at most ``samples`` samples in one forward pass of ``rank``."""
-        caps = dict(enumerate(cast("tuple[int | None, ...]", self.mem_samples or ())))
-        caps[whole("rank", rank)] = whole("samples", samples, least=1)
-        return replace(self, mem_samples=[caps.get(r) for r in range(max(caps) + 1)])
-
     @property
     def emulated(self) -> bool:
         """Whether step times are given (``sample_s`` or ``step_s``); otherwise real work is stretched."""

@@ -27,7 +27,6 @@ from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
-from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.types import LossReduction
 
@@ -44,16 +43,12 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         policy: ``"lb-bsp"`` (batches by speed), ``"fedavg"`` (the loader's batches), ``"adaptive_steps"`` (more local
             steps on fast devices), ``"scaled_lr"`` (batches by speed, learning rates in proportion), or a
             `RoundPolicy`, e.g. ``FedAvg(again=True)``.
-        predictor: models a rank's time: ``"kalman"``, ``"narx"`` (of times alone), ``"ewma"``, ``"last"``, ``"curve"``,
-            or a `Predictor`.
-        dead_band: relative gain of the predicted time of a step below which nothing is changed.
         min_samples: least samples of a rank's batch (one number, or one per rank); default a quarter of the equal
             share.
         max_samples: most samples, e.g. what its memory holds; default four times the equal share. Never more than the
             rank has.
         server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
         proximal: strength of FedProx's pull towards the last average, mu; 0: none.
-        participation: part of the ranks that take part in a round, drawn again for each.
         min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
             ``None``: a lost rank ends the run, as under DDP.
         liveness_s: with ``min_clients``, silence after which a rank is left out where the others meet.
@@ -83,13 +78,10 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         *,
         local_steps: int = 10,
         policy: RoundPolicyName | RoundPolicy = "lb-bsp",
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
         max_samples: int | Sequence[int] | None = None,
         server: ServerName | ServerOptimizer | None = None,
         proximal: float = 0.0,
-        participation: float = 1.0,
         min_clients: int | None = None,
         liveness_s: float = 30.0,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
@@ -104,20 +96,12 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
         self.bounds = ShareBounds(lower=min_samples, upper=max_samples)
-        given: dict[str, Any] = {} if predictor == "kalman" else {"predictor": predictor}
-        given |= {} if dead_band == 0.02 else {"dead_band": dead_band}
-        if isinstance(policy, RoundPolicy):
-            if given:
-                raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
-        elif isinstance(policy, str):
-            policy = by_name(policy, **given)
-        else:
+        self.policy = policy = by_name(policy) if isinstance(policy, str) else policy
+        if not isinstance(policy, RoundPolicy):
             raise TypeError(f"policy={policy!r} must be a name or a lightning_hetero.federated.policy.RoundPolicy")
-        self.policy = policy
         self.settings = FederatedSettings(
             local_steps=local_steps, policy=policy, min_samples=min_samples, max_samples=max_samples,
             server=server_by_name(server), proximal=real("proximal", proximal), min_clients=min_clients,
-            participation=real("participation", participation, above=True, most=1.0),
             liveness_s=real("liveness_s", liveness_s, above=True),
         )  # fmt: skip
 

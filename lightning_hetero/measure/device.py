@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_hetero.measure.kinds import Accelerator, Cuda, HostDevice, Mps
+from lightning_hetero.measure.kinds import Accelerator, Cuda, HostDevice
 from lightning_hetero.measure.kinds import Stamp as Stamp
 
 # What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
@@ -35,7 +35,8 @@ _OUT_OF_MEMORY = (
 )
 
 _HOST = HostDevice(torch.device("cpu"))
-_KINDS: dict[str, type[HostDevice]] = {"cpu": HostDevice, "meta": HostDevice, "cuda": Cuda, "mps": Mps}
+# Apple's GPU is one per machine, and Lightning refuses it under every strategy of several processes.
+_KINDS: dict[str, type[HostDevice]] = {**dict.fromkeys(("cpu", "meta", "mps"), HostDevice), "cuda": Cuda}
 
 
 @lru_cache(maxsize=64)

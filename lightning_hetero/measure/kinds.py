@@ -1,4 +1,4 @@
-"""The kinds of devices: what the host, accelerators, CUDA's and Apple's GPUs can do (layer T).
+"""The kinds of devices: what the host, accelerators and CUDA's GPUs can do (layer T).
 
 The host's methods do next to nothing, because its work is done when a call returns. Those of an `Accelerator` stand on
 the module that torch has for its type (`torch.cuda`, `torch.xpu`, that of a device which is registered as a
@@ -166,10 +166,6 @@ class HostDevice:
         """Returns what no other device of any machine is called; empty: nothing tells."""
         return ""
 
-    def widest_float(self) -> torch.dtype:
-        """Returns the floating dtype of most bits that it computes with."""
-        return torch.float64
-
     def capability(self) -> tuple[int, int] | None:
         """Returns what CUDA says a card of NVIDIA's can do, e.g. (8, 6); None: it is none."""
         return None
@@ -317,53 +313,3 @@ class Cuda(Accelerator):
             runtime.cudaHostUnregister(address)
 
         return unlock
-
-
-class Mps(HostDevice):
-    """Apple's GPU: one device, one stream, memory that it shares with the host."""
-
-    asynchronous = True
-
-    def stamp(self, *, timing: bool = False) -> Stamp:
-        event = torch.mps.Event(enable_timing=timing)
-        event.record()
-        return _MpsStamp(event)
-
-    def synchronize(self) -> None:
-        torch.mps.synchronize()
-
-    def total_bytes(self) -> float:
-        return float(torch.mps.recommended_max_memory())
-
-    def free_bytes(self) -> float:
-        return self.total_bytes() - self.used_bytes()
-
-    def used_bytes(self) -> float:
-        return float(torch.mps.current_allocated_memory())
-
-    def empty_cache(self) -> None:
-        torch.mps.empty_cache()
-
-    def random_state(self) -> Tensor | None:
-        return torch.mps.get_rng_state()
-
-    def set_random_state(self, state: Tensor | None) -> None:
-        if state is not None:
-            torch.mps.set_rng_state(state)
-
-    def seed(self, seed: int) -> None:
-        torch.mps.manual_seed(seed)
-
-    def name(self) -> str:
-        return "Apple GPU"
-
-    def widest_float(self) -> torch.dtype:
-        return torch.float32
-
-
-class _MpsStamp(_EventStamp):
-    def __init__(self, event: Any) -> None:
-        super().__init__(event, lambda: None)
-
-    def hold(self) -> None:
-        self._event.wait()

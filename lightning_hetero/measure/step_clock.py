@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -341,20 +341,19 @@ class StepProbe:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside, e.g. a collective of the user's, is no own work but waiting; may be nested."""
-        with nullcontext() if self.companion is None else self.companion.paused(), self._paused():
+        with nullcontext() if self.companion is None else self.companion.paused(), ExitStack() as stack:
+            if self._running and self._watch.running:
+                self.pause()
+                stack.callback(self.resume)
+            else:
+                stack.enter_context(self._watch.paused())
             yield
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        if not (self._running and self._watch.running):
-            with self._watch.paused():
-                yield
-            return
-        self.pause()
-        try:
-            yield
-        finally:
-            self.resume()
+    def exchanging(self, value: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns what a collective makes of a tensor that needs a gradient, for which its backward pass waits."""
+        out = exchange(_viewed(value, lambda grads: self.resume()))
+        out.register_hook(lambda grad: self.pause())
+        return out
 
     def backward_ended(self) -> None:
         """Stamp [3]: own gradients are complete."""

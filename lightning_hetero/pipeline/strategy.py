@@ -128,7 +128,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         )  # fmt: skip
         check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
-        check_choice("stream", stream, (None, "shared"))
+        why = ": one loader feeds all ranks of a group, so ranks do not have streams as under hetero_balanced"
+        check_choice("stream", stream, (None, "shared"), why=why)
         check_flags(checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
         names = [backbone] if isinstance(backbone, str | None) else backbone
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import pairwise
 
 from lightning_hetero.predictors.base import NONE_YET, Memory, remembering
 from lightning_hetero.predictors.kalman import FIXED_SHARE, FIXED_SHARE_STD, GATE, Kalman
@@ -15,7 +13,6 @@ _SAME = 0.1  # sizes that differ by less than this part are one
 _MOST = 8  # sizes remembered
 _FORGETS = 0.01  # a size's time, not measured again, becomes less certain by this per measurement (random walk) ...
 _EXACT_SQ = 0.01**2  # ... and never counts as more certain than this
-_PROFILE = 0.05  # relative uncertainty of the times of a profile
 _FLOOR_COSTS = 4.0  # a floor must explain the times better by this much, in squared standard deviations
 
 
@@ -47,34 +44,6 @@ class Curve(Kalman):
     agreed_at: list[float] = NONE_YET  # measurements that agreed
     last: int = 0  # index of the size that was measured last
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.profile: tuple[tuple[float, float], ...] = ()
-
-    @classmethod
-    def from_points(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """Returns one that begins with a profile.
-
-        Args:
-            points: samples and their time [s], measured on any device of the kind. What counts are the times
-                relative to one another; how fast a rank is, it learns from the first measurement.
-
-        Raises:
-            ValueError: no point, too many, one that is no number of samples and seconds, or two of about the same size.
-        """
-        known = sorted((float(b), float(t)) for b, t in points)
-        if not 1 <= len(known) <= _MOST:
-            raise ValueError(f"points={known} must be 1 to {_MOST} pairs of (samples, seconds)")
-        for b, t in known:
-            if not (0.0 < b < math.inf and 0.0 < t < math.inf):
-                raise ValueError(f"points: ({b!r}, {t!r}) must be a number of samples > 0 and a time > 0 (seconds)")
-        for (a, _), (b, _) in pairwise(known):
-            if _alike(a, b):
-                raise ValueError(f"points: {a:g} and {b:g} samples count as one size: give sizes at least 12 % apart")
-        new = cls()
-        new.profile = tuple(known)
-        return new
-
     def _remember(self, memory: Memory) -> None:
         super()._remember(memory)
         self._fitted: tuple[float, float, float] | None = None  # floor, fixed and per sample, relative to the speed
@@ -90,12 +59,8 @@ class Curve(Kalman):
         self._fitted = None
 
     def _open(self, b: float, measured_s: float) -> None:
-        for size, ratio in self.profile:
-            self._add(size, ratio, _PROFILE * _PROFILE)
-        self.agreed_at = [1.0] * len(self.sizes)
-        super().update(1, measured_s / self._ratio(b) if self.profile else measured_s)
-        at = self._index(b)
-        self.last = self._add(b, measured_s / self._speed_s, self.noise_sq) if at is None else at
+        super().update(1, measured_s)
+        self.last = self._add(b, measured_s / self._speed_s, self.noise_sq)
 
     def _take(self, b: float, measured_s: float) -> None:
         walk = _FORGETS * _FORGETS

@@ -14,8 +14,8 @@ def tell(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def write_file(path: str | Path, text: str) -> bool:
-    """Writes a file whole and returns True, or leaves what is there, warns and returns False. Makes missing folders."""
+def write_file(path: str | Path, text: str, *, told: bool = True) -> bool:
+    """Writes a file whole, or leaves what is there and warns, if ``told``; returns whether it did. Makes folders."""
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -25,7 +25,8 @@ def write_file(path: str | Path, text: str) -> bool:
     except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        tell(f"{path} could not be written: {error}. Everything else goes on without it")
+        if told:
+            tell(f"{path} could not be written: {error}. Everything else goes on without it")
         return False
     return True
 

@@ -105,7 +105,7 @@ def _to_know(run: RecordedRun) -> str:
         return f"Each node writes its own ranks' files: copy {files} into the same folder and run the command again."
     if not run.steps:
         return "Add StragglerMonitor() to the Trainer's callbacks, next to HeteroTrace(), and run again."
-    return "Record the same steps on all ranks: give all of them the same HeteroTrace(every_n_steps=...)."
+    return "Record all ranks: give each of them HeteroTrace(), and run again."
 
 
 def _gain(run: RecordedRun, what: Alternatives | None) -> float:

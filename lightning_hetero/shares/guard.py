@@ -24,7 +24,7 @@ from typing import TypeAlias
 from lightning_hetero.types import Cost, SpeedSample
 
 # In steps of mean time with equal shares; at most 2.5 + 0.005 * 200 = 3.5 in 200 steps, of which 2 % are 4.
-_START, _START_EACH, _START_MOST = 1.0, 0.3, 2.5  # and so much for each batch that a decision comes late
+_START, _START_EACH, _START_MOST = 0.1, 0.55, 2.5  # and so much for each batch that a decision comes late
 _INCOME = 0.005  # per batch
 _BELIEVED = 0.8  # of what was saved: a model may be wrong about a step's fixed part
 _MOST = 2.0  # and one more per batch that a decision comes late: what good times leave to lose in bad ones
@@ -181,7 +181,8 @@ class RegretGuard:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Takes over another run's account; of an empty state: opens one."""
-        self._credit, self._mean_s = float(state.get("credit", _START)), float(state.get("mean_s", 0.0))
+        self._credit = float(state.get("credit", _START + _START_EACH))
+        self._mean_s = float(state.get("mean_s", 0.0))
         self._seen = int(state.get("seen", 0))
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_hetero.checked import real, whole
 from lightning_hetero.predictors import Kalman, Predictor, PredictorName, by_name
@@ -31,6 +32,10 @@ _MIN_GAIN_S = 0.0005  # shares move only if the slowest rank's predicted time fa
 _NOISE_GUARD = 4.0  # ... and by more than this many standard deviations of the prediction
 _SURPRISE = 0.1  # relative deviation of a time from the expected one, or of loads, above which a record is urgent
 _TIGHT = 0.8  # of what the guard allows, when shares must come back, so that they need not at the next record
+
+
+Learned: TypeAlias = tuple[str, Mapping[str, Any], Mapping[str, float]]
+"""What was learned of one rank: the predictor's class and state, and the guard's account."""
 
 
 class BalancePolicy:
@@ -139,9 +144,46 @@ class BalancePolicy:
         """Whether ranks report what others leave free on their hosts."""
         return bool(getattr(self.prototype, "WANTS_LOAD", False))
 
+    def learned(self, rank: int) -> Learned | None:
+        """Returns what `recall` takes in a later run, of this rank; None: nothing was learned."""
+        known = self.state_dict()["predictors"]
+        return (type(self.prototype).__name__, known[rank], self._guard.state_dict()) if known else None
+
+    def recall(self, known: Sequence[Learned | None]) -> None:
+        """Takes over, at the next `start`, what an earlier run has learned, unless this one has or was given some.
+
+        Args:
+            known: of each rank, see `learned`; None: nothing is known of it.
+        """
+        name = type(self.prototype).__name__
+        found = [one for one in known if one is not None and one[0] == name]
+        if len(found) == len(known) and not (self._predictors or self._restored):
+            account = min((guard for _, _, guard in found), key=lambda guard: guard.get("credit", 0.0))
+            state = {"predictor": name, "predictors": [one for _, one, _ in found], "guard": account}
+            with suppress(ValueError):  # of a version with other predictors
+                self.load_state_dict(state)
+
     def predict_s(self, samples: Sequence[float]) -> list[float]:
         """Returns the predicted compute time [s] of each rank for ``samples``; NaN before the first measurement."""
         return [p.predict(n) if p.ready else math.nan for p, n in zip(self._predictors, samples, strict=True)]
+
+    def fastest_alone(self) -> tuple[tuple[int, ...], float]:
+        """Returns the ranks that a batch is best divided among if the others are left out, and its time then [s].
+
+        Least times first that ranks need for an equal share; where several are as good, the most ranks. By the work
+        alone: what fewer ranks save in exchanging gradients is not known. A rank must have been measured.
+        """
+        costs, even = [p.cost() for p in self._predictors], self.limits.total / len(self._predictors)
+        order = sorted(range(len(costs)), key=lambda rank: costs[rank].seconds(even))
+        found: tuple[tuple[int, ...], float] = tuple(order), math.inf
+        for n in range(len(order), 0, -1):
+            best = minimax_none_or_least(
+                [costs[r] for r in order[:n]], self.limits.total, least=self.limits.least,
+                upper=[self.limits.upper[r] for r in order[:n]], quantum=self.limits.quantum,
+            )  # fmt: skip
+            if best.makespan_s < found[1]:
+                found = tuple(order[:n]), best.makespan_s
+        return found
 
     def limit(
         self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]

@@ -26,8 +26,6 @@ from lightning_hetero.base.checks import check_choice
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.checked import real
-from lightning_hetero.predictors import Predictor, PredictorName
-from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
 from lightning_hetero.stale.fit.held_state import released
@@ -59,8 +57,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         bound: most versions a contribution may be old; ``None``: the policy's default.
         grace: longest hold, in parts of a step, of a rank that finds the batch fully claimed; 0 holds nobody; ``None``:
             the policy's default.
-        predictor: models a rank's time: ``"kalman"``, ``"narx"`` (here of times alone), ``"ewma"``, ``"last"``,
-            ``"curve"``, or a `Predictor`; ``None``: the coordinator's own.
         compression: of the gradients pushed: ``None``, ``"bf16"`` or ``"fp16"``.
         nonfinite: what a NaN or infinite gradient does: ``"stop"`` the run with the rank's name, or ``"skip"`` it.
         liveness_s: a rank without a push for so long, and for ten times its predicted time, has its samples given to
@@ -93,7 +89,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         policy: PolicyName | Policy = "flexible",
         bound: int | None = None,
         grace: float | None = None,
-        predictor: PredictorName | Predictor | None = None,
         compression: CompressionName | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
@@ -112,12 +107,9 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
         self.policy = policy if isinstance(policy, Policy) else policy_by_name(policy, **given)
-        model = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
-        if not (model is None or callable(getattr(model, "fresh", None))):
-            raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         check_compression(compression)
         self.server = ServerSettings(
-            policy=self.policy, predictor=model, nonfinite=nonfinite,
+            policy=self.policy, nonfinite=nonfinite,
             liveness_s=real("liveness_s", liveness_s, above=True), compression=compression, transport=transport,
         )  # fmt: skip
 

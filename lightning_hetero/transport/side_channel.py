@@ -97,6 +97,11 @@ class PartChannel:
         """Gathers any picklable object: that of the first rank of each group."""
         return self._channel.all_gather_object(value)[:: self._members]
 
+    def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Starts gathering a row: that of the first rank of each group."""
+        wait = self._channel.all_gather_row(row)
+        return lambda: wait()[:: self._members]
+
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
         """Returns rank 0's list of indices on every rank; others' are not looked at."""
         return self._channel.broadcast_indices(indices if self._channel.rank == 0 else None)

@@ -45,7 +45,7 @@ FILLED = {  # what fields of texts hold, in the order in which they stand
 }
 ELLIPSES = {  # what is left to the reader
     "precision": "'32-true'", "strategy": "'ddp'", "gradient_clip_val": "1.0", "controller": "None", "dirpath": "'.'",
-    "batch_cost": "len", "every_n_steps": "10", "compression": "'bf16'", "prices": "1.0",
+    "batch_cost": "len", "compression": "'bf16'", "prices": "1.0",
 }  # fmt: skip
 
 

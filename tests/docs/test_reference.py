@@ -154,7 +154,7 @@ class Log:
 
 def logged_names(engine_metrics: dict[str, float], *, meets: bool = True) -> set[str]:
     """What `StragglerMonitor` reports for two ranks of an engine with such metrics, with ``{r}`` for the rank."""
-    monitor, log = StragglerMonitor(prog_bar=False), Log()
+    monitor, log = StragglerMonitor(), Log()
     records = [SpeedSample(rank=r, step=0, samples=4, compute_s=0.1, wait_s=0.1) for r in range(2)]
     strategy = Measuring()
     strategy.report = StepReport(epoch=0, step=0, records=tuple(records), predicted_s=(0.1, 0.1))
@@ -162,7 +162,7 @@ def logged_names(engine_metrics: dict[str, float], *, meets: bool = True) -> set
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
     trainer: Any = SimpleNamespace(
         is_last_batch=True, is_global_zero=True, log_every_n_steps=1, strategy=strategy, loggers=[log], fit_loop=loop,
-        world_size=2,
+        world_size=2, _logger_connector=SimpleNamespace(_progress_bar_metrics={}),
     )
     module: Any = None
     monitor.on_train_start(trainer, module)

@@ -90,7 +90,7 @@ def test_the_command_says_what_it_found_and_fails_where_training_would(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     checks = {one["check"] for one in found["findings"]}
-    assert {"versions", "device order", "shared memory", "fork", "backends", "rendezvous", "world size"} <= checks
+    assert {"versions", "device order", "shared memory", "backends", "rendezvous", "world size"} <= checks
     assert all(one["advice"] for one in found["findings"] if one["level"] != "ok") and found["level"] in (
         "ok",
         "warn",

@@ -15,7 +15,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from lightning_hetero import __version__
 
@@ -161,7 +160,7 @@ def test_the_wheel_contains_every_config_the_plugin_the_licence_and_the_commands
     own = ROOT / "lightning_hetero" / "cli" / "conf"
     configs |= {path.relative_to(ROOT).as_posix() for path in own.rglob("*.yaml")}
     assert "lightning_hetero/cli/conf/train.yaml" in configs and configs <= names
-    plugin = {f"hydra_plugins/lightning_hetero/{name}.py" for name in ("__init__", "search_path", "old_names")}
+    plugin = {f"hydra_plugins/lightning_hetero/{name}.py" for name in ("__init__", "search_path")}
     assert plugin <= names
     assert {"lightning_hetero/conf/__init__.py", "lightning_hetero/py.typed"} <= names
     assert "hydra_plugins/__init__.py" not in names
@@ -238,35 +237,6 @@ def test_an_app_with_groups_of_these_names_is_as_without_us(tmp_path: Path, inst
     for line, (text, code) in with_us.items():
         kept = [row for row in text.splitlines() if "lightning-hetero" not in row and not row.startswith("hetero/")]
         assert (kept, code) == (without[line][0].splitlines(), without[line][1])
-
-
-def test_the_groups_old_names_work_with_a_warning_that_prints_the_new_ones(tmp_path: Path, installed: Path) -> None:
-    write(tmp_path / "my_conf" / "main.yaml", "strategy: auto\ntrainer: {strategy: ddp}\n")
-    choice = "strategy@trainer.strategy: hetero_balanced"
-    for name, group in (("old", "/"), ("new", "/hetero/")):
-        header = f"# @package _global_\ndefaults: [{group}{choice}]\n"
-        write(tmp_path / "my_conf" / "experiment" / f"{name}.yaml", header)
-    pairs = {
-        "+strategy@trainer.strategy=hetero_pipeline +cluster=islands +controller=none":
-        "+hetero/strategy@trainer.strategy=hetero_pipeline +hetero/cluster=islands +hetero/controller=none",
-        "+emulation@a.b=one_straggler +a.b._target_=lightning_hetero.ThrottleCallback":
-        "+hetero/emulation@a.b=one_straggler",
-        "+experiment=old": "+experiment=new",
-    }  # fmt: skip
-    values = ["strategy=ddp", "++strategy=hetero_balanced"]
-    ended = ends(tmp_path, *pairs, *pairs.values(), *values, paths=(installed,))
-    assert {code for _, code in ended.values()} == {"0"}
-    for old, new in pairs.items():
-        rows = ended[old][0].splitlines()
-        warned = [row for row in rows if "FutureWarning: lightning-hetero: " in row]
-        composed = "\n".join(row for row in rows if row not in warned and "warnings.warn(" not in row)
-        assert OmegaConf.create(composed) == OmegaConf.create(ended[new][0])
-        expected = ["hetero/strategy: hetero_balanced"] if old == "+experiment=old" else new.split()
-        assert len(warned) == len(expected)
-        assert all(any(f" is now {override}" in row for row in warned) for override in expected)
-    for line in values:
-        printed = ended[line][0]
-        assert f"\nstrategy: {line.partition('=')[2]}\n" in f"\n{printed}" and "Warning" not in printed
 
 
 def test_an_app_that_has_imported_lightning_may_name_our_strategies(stranger: Path, installed: Path) -> None:

@@ -129,9 +129,11 @@ def samples_of(cell: Cell, outcome: Outcome, folder: Path) -> list[str]:
         case "pipeline":
             keepers = [report["pid"] for rank, report in ended.items() if rank != 0]
             found += books.lost(every, keepers, set())
+        case "sharded":  # the first row of the gradient is rank 0's
+            found += books.lost(every, [report["pid"] for rank, report in ended.items() if rank == 0], set())
         case _:
             found += books.lost(every, pids, set())
-    if cell.engine != "pipeline" and len({str(report["own"]) for report in ended.values()}) > 1:
+    if cell.engine not in ("pipeline", "sharded") and len({str(report["own"]) for report in ended.values()}) > 1:
         found.append("the ranks that came to the end have different models")
     if cell.asked.get("kind") == "wrap a layer":
         found += _not_called(cell, outcome, folder)

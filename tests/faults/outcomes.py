@@ -121,7 +121,7 @@ def _unharmed(cell: Cell) -> Expected:
 
 
 def _suspended(cell: Cell) -> Expected:
-    alike = cell.engine == "balanced" or (cell.engine == "federated" and not cell.asked.get("options"))
+    alike = cell.engine in ("balanced", "sharded") or (cell.engine == "federated" and not cell.asked.get("options"))
     known = "gloo, in whose collective the ranks were, counts the time in which they were stopped, as under stock DDP"
     return Expected("survived", known=known if alike else "")
 
@@ -174,7 +174,7 @@ def _nan(cell: Cell) -> Expected:
 
 
 def _memory(cell: Cell) -> Expected:
-    if cell.engine == "balanced":
+    if cell.engine in ("balanced", "sharded"):
         return Expected("survived")
     return Expected("ended", cause="out of memory: tried to allocate", named=named(cell.fault.hit))
 

@@ -27,6 +27,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import (
@@ -35,6 +36,7 @@ from lightning_hetero import (
     HeteroPipelineStrategy,
     HeteroTrace,
     LoadBalancedStrategy,
+    ShardedBalancedStrategy,
     StragglerMonitor,
 )
 from lightning_hetero.stale.policy import Flexible
@@ -52,6 +54,11 @@ GROUPS = [
 ]
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor; of a sharded one rank 0 has the first row."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 # ---- what is written for the observer ------------------------------------------------------------------------------
 
 
@@ -66,8 +73,9 @@ class Ledger(torch.optim.SGD):
                 loss = closure()
         columns = ASKED["epochs"] * ASKED["samples"]
         for p in (p for group in self.param_groups for p in group["params"]):
-            if tuple(p.shape) == (HIDDEN, columns) and p.grad is not None:
-                row = p.grad[0].detach()
+            elsewhere = isinstance(p, DTensor) and my_rank() > 0
+            if tuple(p.shape) == (HIDDEN, columns) and p.grad is not None and not elsewhere:
+                row = own_part(p.grad)[0].detach()
                 ids = row.nonzero().flatten()
                 shares = row[ids]
                 one = shares.abs().min() if len(ids) else 1.0
@@ -101,7 +109,7 @@ class Watch(Callback):
             note(f"held-{os.getpid()}.jsonl", rank=trainer.global_rank, **held)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        own = [p.detach().flatten().tolist() for p in pl_module.parameters() if not p.is_meta]
+        own = [own_part(p.detach()).flatten().tolist() for p in pl_module.parameters() if not p.is_meta]
         said = {"steps": trainer.global_step, "epochs": trainer.current_epoch, "world": trainer.world_size, "own": own}
         (asked.FOLDER / f"ended-{trainer.global_rank}.json").write_text(json.dumps({**said, "pid": os.getpid()}))
 
@@ -219,11 +227,13 @@ class Joining(Flexible):
 
 def strategy() -> Any:
     how = {"timeout": timedelta(seconds=ASKED["timeout_s"]), "monitor": False, **ASKED["options"]}
-    if ASKED["start"]:
+    if ASKED["start"] and ASKED["engine"] != "sharded":  # which Lightning starts as scripts only
         how["start_method"] = ASKED["start"]
     match ASKED["engine"]:
         case "balanced":
             return LoadBalancedStrategy(**how)
+        case "sharded":
+            return ShardedBalancedStrategy(**{"shard": "auto", **how})
         case "stale":
             settings = {name: how.pop(name) for name in ("bound", "grace") if name in how}
             if how.get("policy", "flexible") == "flexible":  # counts are read from gradients, which completing mixes

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests import warm
 from tests.faults import namespaces
-from tests.faults.cells import Cell
+from tests.faults.cells import Cell, launchers_of
 from tests.faults.outcomes import expected
 from tests.faults.runner import run
 from tests.faults.table import ENGINES, FAULTS
@@ -39,7 +39,7 @@ def cell_of(seed: int) -> Cell:
 def _drawn(draw: random.Random) -> Cell:
     engine = draw.choice(ENGINES)
     fault = draw.choice([f for f in FAULTS.values() if engine in f.engines and not namespaces.why_not(f.needs)])
-    launcher = draw.choice(fault.launchers)
+    launcher = draw.choice([way for way in fault.launchers if way in launchers_of(engine)])
     kind, more = fault.asked.get("kind", ""), {}
     if fault.name.startswith("SIGKILL of a worker") or kind == "stop":
         rank = draw.choice((1, 2))
@@ -49,7 +49,7 @@ def _drawn(draw: random.Random) -> Cell:
         more["place"] = draw.choice((*_PLACES, *everywhere))
     if kind and "call" not in fault.asked and fault.asked.get("place", "Model.training_step") == "Model.training_step":
         more["call"] = draw.randint(2, 5)
-    if engine == "balanced" and kind == "out of memory":
+    if engine in ("balanced", "sharded") and kind == "out of memory":
         more["options"] = {"min_samples": 2}  # one sample cannot be divided
     if "samples" not in fault.asked:
         more["samples"] = 12 * draw.randint(8, 10)

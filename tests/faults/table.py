@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-ENGINES = ("balanced", "stale", "pipeline", "federated")
+ENGINES = ("balanced", "stale", "pipeline", "federated", "sharded")
 LAUNCHERS = ("script", "spawn", "fork", "torchrun", "SLURM")
 OURS = ("script", "spawn", "fork")  # rank 0 is the user's process, or its child, and ends the others
 TWO = ("script", "SLURM")  # of our launchers and of others; the latter give each rank a screen of its own

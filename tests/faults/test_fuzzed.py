@@ -51,7 +51,7 @@ def options(engine: str) -> st.SearchStrategy[dict[str, Any]]:
                      "bound": st.integers(-1, 4), "global_batch_size": st.integers(0, 20),
                      "compression": st.sampled_from([None, "bf16"])}  # fmt: skip
         case "federated":
-            known = {"local_steps": st.integers(0, 7), "participation": st.sampled_from([0.0, 1.0])}
+            known = {"local_steps": st.integers(0, 7), "proximal": st.sampled_from([-1.0, 0.0])}
         case _:
             return plans().map(lambda plan: {"plan": {"groups": plan}})
     return st.fixed_dictionaries({}, optional=known)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import observe
-from tests.faults.cells import QUICK, cells, hook_cells, places
+from tests.faults.cells import QUICK, cells, hook_cells, launchers_of, places
 from tests.faults.judge import Outcome, judge
 from tests.faults.outcomes import blamed, expected
 from tests.faults.soak import cell_of
@@ -28,7 +28,7 @@ def test_every_cell_has_a_name_of_its_own_and_says_what_must_come_of_it() -> Non
 def test_every_engine_meets_every_launcher_and_every_place() -> None:
     found = {(cell.engine, cell.launcher, cell.fault.name) for cell in EVERY.values()}
     for engine in ENGINES:
-        assert {(engine, way, "SIGKILL of a worker") for way in LAUNCHERS} <= found
+        assert {(engine, way, "SIGKILL of a worker") for way in launchers_of(engine)} <= found
         assert {(engine, "SLURM", f"exception in {place}") for place in places()} <= found
 
 

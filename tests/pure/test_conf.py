@@ -20,7 +20,7 @@ from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.demo import DigitsCNN, DigitsData
-from lightning_hetero.predictors import Curve
+from lightning_hetero.predictors import Curve, Ewma
 from lightning_hetero.stale.decide.policy import Asp, Flexible, Saps, Ssp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,9 +168,8 @@ BALANCED, STALE = "strategy=hetero_balanced", "strategy=hetero_stale"
         ([BALANCED, "strategy.predictor=curve"], BalancePolicy(predictor=Curve())),
         ([BALANCED, "strategy.policy={_target_:lightning_hetero.balanced.policy.BalancePolicy,warmup:9}"],
          BalancePolicy(warmup=9)),
-        ([BALANCED, "strategy.predictor={_target_:lightning_hetero.predictors.Curve.from_points,"
-          "points:[[8,0.01],[64,0.02]]}"],
-         BalancePolicy(predictor=Curve.from_points([(8, 0.01), (64, 0.02)]))),
+        ([BALANCED, "strategy.predictor={_target_:lightning_hetero.predictors.Ewma,weight:0.3}"],
+         BalancePolicy(predictor=Ewma(weight=0.3))),
         ([STALE], Flexible()),
         ([STALE, "strategy.bound=1", "strategy.grace=0.0"], Flexible(bound=1, grace=0.0)),
         ([STALE, "strategy.policy=asp"], Asp()),

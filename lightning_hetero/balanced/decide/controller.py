@@ -10,7 +10,8 @@ The newest record is the only one whose evaluation every rank would wait for, so
 where the time is free: while the gradients travel. Which records a batch has used stays a function of the records.
 
 A rank that was not measured since the exchange before, e.g. because torch compiled in its step, sends a time of 0. The
-others' times of such a record are learned, and nothing is decided before a record has all ranks' times.
+others' times of such a record are learned, and nothing is decided before a record has all ranks' times. A rank that was
+not because its own stream ends counts with its last speed, so that the others are still balanced.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lightning_hetero.types import SpeedSample, StepReport
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
+_Wait = Callable[[], Sequence[Sequence[float]]]  # for all ranks' rows of an exchange
 _MOST_NEWS = 64  # kept for a trace that may not be written
 
 
@@ -73,6 +75,7 @@ class Rows:
     Attributes:
         epoch, step, samples, compute_s, digest, batches, work, free_cpu, free_mem: see `Row`; one per rank.
         most_samples: see `SpeedSample`; one per rank.
+        numbers: as they came.
     """
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:
@@ -80,12 +83,12 @@ class Rows:
         self.epoch, self.step, self.samples, self.compute_s, _, self.digest, self.batches = columns[:7]
         self.work, self.free_cpu, self.free_mem, most_samples = columns[7:]
         self.most_samples = tuple(None if math.isnan(most) else int(most) for most in most_samples)
-        self._rows = rows
+        self.numbers = rows
 
     @cached_property
     def records(self) -> tuple[SpeedSample, ...]:
         """What a policy knows of all ranks; made when it is first asked for."""
-        return tuple(Row(*numbers).record(rank) for rank, numbers in enumerate(self._rows))
+        return tuple(Row(*numbers).record(rank) for rank, numbers in enumerate(self.numbers))
 
 
 def slowest(members: Sequence[Sequence[float]]) -> Row:
@@ -173,8 +176,8 @@ class ShareController:
         self.report: StepReport | None = None
         self.news: deque[ShareDecision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
-        self._pending: deque[tuple[Tag, Callable[[], Sequence[Sequence[float]]]]] = deque()
-        self._late: tuple[Tag, Rows] | None = None
+        self._pending: deque[tuple[Tag, _Wait, Sequence[bool]]] = deque()
+        self._late: tuple[Tag, Rows, bool] | None = None  # were all ranks measured?
         self._decided: dict[Tag, tuple[tuple[int, ...], Sequence[int]]] = {}  # shares, and the most that ranks may get
         self._local: list[_Step] = []  # since the last exchange
         self._last_exchange: Tag | None = None
@@ -215,7 +218,7 @@ class ShareController:
 
     def _is_urgent(self) -> bool:
         assert self._late is not None
-        _, rows = self._late
+        rows = self._late[1]
         if not min(rows.compute_s) > 0:
             return False
         samples = self.policy.work.in_samples(rows.samples, rows.work)
@@ -223,17 +226,31 @@ class ShareController:
         return self.policy.urgent(samples, rows.compute_s) or self.policy.load_changed(loads)
 
     def _receive(self) -> None:
-        tag, wait = self._pending.popleft()
+        tag, wait, short = self._pending.popleft()
         everyone = wait()
         rows = Rows(everyone)
         self._check(tag, rows)
         if (members := len(everyone) // self.world_size) > 1:
             rows = Rows([slowest(everyone[i : i + members]) for i in range(0, len(everyone), members)])
-        self._late = (tag, rows)
+        self._late = (tag, self._stood_in(rows, short) if any(short) else rows, not any(short))
         # At once, and also if the times of this step say nothing.
         limited = self.policy.limit(rows.most_samples, rows.samples, rows.compute_s)
         if limited is not None:
             self.news.append(limited)
+
+    def _stood_in(self, rows: Rows, short: Sequence[bool]) -> Rows:
+        """Returns rows in which ranks whose streams end have their share in the expected time.
+
+        One of which nothing is known is as the slowest of the others.
+        """
+        everyone, shares = [Row(*numbers) for numbers in rows.numbers], self.policy.shares
+        other = max(everyone, key=lambda row: row.compute_s)
+        for rank, seconds in enumerate(self.policy.predict_s(shares)):
+            if short[rank] and not everyone[rank].compute_s > 0:
+                known = {"samples": float(shares[rank]), "compute_s": seconds, "work": math.nan}
+                known = known if seconds > 0 else {name: getattr(other, name) for name in known}
+                everyone[rank] = everyone[rank]._replace(**known)
+        return Rows(everyone)
 
     def catch_up(self) -> None:
         """Evaluates the record that was put off, if there is one."""
@@ -241,7 +258,7 @@ class ShareController:
             late, self._late = self._late, None
             self._observe(*late)
 
-    def _observe(self, tag: Tag, rows: Rows) -> None:
+    def _observe(self, tag: Tag, rows: Rows, measured: bool) -> None:
         self.exchange.observe(tag, max(rows.compute_s))
         records = rows.records
         if not min(rows.compute_s) > 0:
@@ -252,8 +269,9 @@ class ShareController:
         decision = self.policy.take(records, batches=int(rows.batches[0]))
         if decision.changed:
             self.news.append(decision)
-        self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
-        self.reports.append(self.report)
+        if measured:
+            self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
+            self.reports.append(self.report)
 
     def _check(self, tag: Tag, rows: Rows) -> None:
         everyone = list(zip(rows.epoch, rows.step, rows.digest, strict=True))
@@ -298,9 +316,15 @@ class ShareController:
             batches=float(max(1, len(self._local))), work=math.fsum(m.work for m in same) / n, **told,
         )  # fmt: skip
 
-    def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]]) -> None:
-        """Notes an exchange under way; ``wait()`` returns every rank's row."""
-        self._pending.append(((epoch, step), wait))
+    def sent(self, epoch: int, step: int, wait: _Wait, short: Sequence[bool] = ()) -> None:
+        """Notes an exchange under way; ``wait()`` returns every rank's row.
+
+        Args:
+            epoch, step: of the batch.
+            wait: as above.
+            short: which parts had fewer samples than their share, because streams of the ranks' own end.
+        """
+        self._pending.append(((epoch, step), wait, short))
         self._last_exchange = (epoch, step)
         self._local.clear()
 

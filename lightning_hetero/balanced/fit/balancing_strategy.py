@@ -14,6 +14,7 @@ below, and the module's ``training_step``, by what computes it in pieces where m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,15 +26,16 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.loaders import BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.run import BalancedRun
+from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
+from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.callbacks.work import check_batch_cost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import check_sample_costs
@@ -60,7 +62,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
         quantum: int | Literal["auto"] = "auto",
         policy: Literal["predictive"] | BalancePolicy | None = None,
         rebalance: bool = True,
@@ -80,16 +82,16 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)
         check_sample_costs(sample_costs)
-        check_choice("stream", stream, (None, "infinite", "shared"))
+        check_choice("stream", stream, (None, "infinite", "shared", "finite"))
         check_flags(rebalance=rebalance)
         self.policy = _chosen_policy(policy, predictor, dead_band)
         self._plain = PlainBackward()
         self._closure_loss: Tensor | None = None  # until its backward pass
-        self._warned_of_gathering = False
+        self._told_of_gathering: set[str] = set()
         self.settings = BalanceSettings(
-            policy=self.policy, rebalance=rebalance, batch_cost=batch_cost,
-            bounds=ShareBounds(lower=min_samples, upper=max_samples), quantum=quantum, stream=stream,
-            exchange_every=exchange_every, sample_costs=sample_costs,
+            policy=self.policy, rebalance=rebalance, batch_cost=batch_cost, learns=max_samples == "auto",
+            bounds=ShareBounds(lower=min_samples, upper=None if max_samples == "auto" else max_samples),
+            quantum=quantum, stream=stream, exchange_every=exchange_every, sample_costs=sample_costs,
         )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -117,6 +119,12 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         super().setup(trainer)
         if self._run is not None:
             self._run.attach(self.model)
+
+    def find_sizes(self, finder: HeteroBatchSizeFinder) -> bool:
+        if self._run is None or not self._run.automatic or self.engine != "balanced":
+            return False
+        self._run.binder.finder = finder
+        return True
 
     def pause_too(self, probe: StepProbe) -> None:
         if self._run is not None:
@@ -169,26 +177,51 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         return output
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """In a step, of a rank without samples, no row of its dummy is gathered; a mean of numbers is warned of."""
-        run = self._run
-        if run is not None and run.part is not None and compat.batch_results_open(run.trainer):
-            tensor = self._given(run.part, tensor)
-        return super().all_gather(tensor, group, sync_grads)
+        """In a step, of a rank without samples, no row of its dummy is gathered; warns of what parts change."""
+        run, gather = self._run, partial(super().all_gather, group=group, sync_grads=sync_grads)
+        if run is None or run.part is None or not compat.batch_results_open(run.trainer):
+            return gather(tensor)
+        if len(set(run.part.shares)) > 1:
+            self._tell_of_gathering(tensor, run.part)
+        differentiable = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
+        return run.gather(tensor, gather) if differentiable else gather(tensor)
 
-    def _given(self, part: Part, tensor: Tensor) -> Tensor:
-        """Returns what this rank gives to a gathering inside of a training step."""
-        if tensor.dim() and not part.samples and len(tensor) == part.dummy:
-            return tensor[:0]
-        a_number = tensor.numel() == 1 and tensor.is_floating_point()
-        if a_number and len(set(part.shares)) > 1 and not self._warned_of_gathering:
-            self._warned_of_gathering = True
-            rank_zero_warn(
-                "self.all_gather of a number in a training step: the ranks have parts of unequal size (now"
-                f" {'/'.join(map(str, part.shares))}), so the plain mean of a loss of each is not the mean over the"
-                " samples. self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
+    def counted_rows(self, group: Any, sync_grads: bool, sizes: Sequence[int]) -> Sequence[int]:
+        """In a step none of a rank without samples, unless each gives as many as the others, as of numbers."""
+        run = self._run
+        if run is None or run.part is None or all(run.part.shares) or not compat.batch_results_open(run.trainer):
+            return sizes
+        part, members = run.part, self.world_size // self.parts
+        shares = [part.shares[rank // members] for rank in dist.get_process_group_ranks(group or dist.group.WORLD)]
+        times = {size / (share or part.dummy) for size, share in zip(sizes, shares, strict=True)}
+        rows = len(set(sizes)) > 1 or times == {1.0} or (sync_grads and len(times) == 1)
+        return [size if share or not rows else 0 for size, share in zip(sizes, shares, strict=True)]
+
+    def _tell_of_gathering(self, tensor: Tensor, part: Part) -> None:
+        """Says once in a fit, on rank 0, of a number or of rows what does not hold of unequal parts."""
+        what, told = "", ""
+        if tensor.numel() == 1 and tensor.is_floating_point():
+            what, told = "a number", (
+                "so the plain mean of a loss of each is not the mean over the samples."
+                " self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
                 " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums stay right"
             )
-        return tensor
+        elif tensor.dim() and tensor.requires_grad:
+            what, told = "rows with gradients", (
+                "so the rows of all ranks come one after the other, with a dimension of size 1 in front: flatten(0, 1)"
+                " and torch.cat(tuple(rows)) are right, rows[rank] is not, and this rank's do not begin at"
+                " global_rank * len(rows). docs/how_to/contrastive.md has code that finds them, by gathering whole"
+                " numbers first, after which this is not said"
+            )
+        elif tensor.dim() and not tensor.is_floating_point():
+            self._told_of_gathering.add("rows with gradients")  # labels, or the rows' ranks
+        if what and what not in self._told_of_gathering:
+            self._told_of_gathering.add(what)
+            shares = "/".join(map(str, part.shares))
+            rank_zero_warn(
+                f"self.all_gather of {what} in a training step: the ranks have parts of unequal size (now {shares}),"
+                f" {told}"
+            )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact; means of floats logged for a training batch count samples."""

@@ -8,46 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
+from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
+from lightning_hetero.balanced.fit.settings import BalanceSettings
+from lightning_hetero.balanced.fit.size_trials import found_sizes
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.base.own_data import check_own_batches, indexed
-from lightning_hetero.callbacks.work import BatchCost
+from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.order import Channel
-from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BalanceSettings:
-    """The strategy's own arguments; see `LoadBalancedStrategy`."""
-
-    policy: BalancePolicy
-    rebalance: bool = True
-    batch_cost: BatchCost | None = None
-    bounds: ShareBounds = field(default_factory=ShareBounds)
-    quantum: int | Literal["auto"] = "auto"
-    stream: StreamMode | None = None
-    exchange_every: int | None = None
-    sample_costs: Sequence[float] | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -76,27 +64,29 @@ class BalancedBinder(PartBinder[_Balanced]):
         policy: decides shares; started here once the batch sizes are known.
         shared, settings: the strategy's arguments.
         strategy_name: class of the strategy, for messages.
+        earlier: what is known of this device from earlier runs.
 
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
         equal: why the loaders in use are trained on in equal parts, as by stock DDP; None: they are divided by speed.
-        known_most: the most samples of this rank's part that an earlier run has found to fit; None: it has not.
     """
 
     def __init__(
         self, trainer: Trainer, channel: Channel, policy: BalancePolicy, shared: SharedSettings,
-        settings: BalanceSettings, *, strategy_name: str,
+        settings: BalanceSettings, *, strategy_name: str, earlier: EarlierRuns,
     ) -> None:  # fmt: skip
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=settings.stream)
-        self.settings, self.policy = settings, policy
+        self.settings, self.policy, self.earlier = settings, policy, earlier
         self.controller: ShareController | None = None
         self.equal: str | None = None
-        self.known_most: int | None = None
         self._asked_batch = shared.global_batch_size
+        self.finder: HeteroBatchSizeFinder | None = None  # until it has found
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[Any] = ()
         self._several = False
         self._own = False  # whether parts are equal because data belong to their rank
+        # By batches of the epoch: the samples of each rank's finite stream that so many have used; the latest two.
+        self._used: dict[int, list[int]] = {}
         self._least = 1
         self._shapes = ShapeNeeds()
         self._bounds = settings.bounds  # with what compiled code needs
@@ -119,6 +109,13 @@ class BalancedBinder(PartBinder[_Balanced]):
             self._announced = ()
         if self.equal is not None:
             stock: Any = compat.stock_train_loader(self._trainer, users_own(loader))
+            inside = compat.batches_trained(self._trainer) and not compat.last_batch_done(self._trainer)
+            if inside and "restore" in vars(stock):  # of litData's, which the Trainer never lets come to its end
+                raise ValueError(
+                    f"the checkpoint was made in the middle of an epoch, and {type(stock).__name__} would begin each"
+                    " later epoch there, too, as it does under stock DDP: resume from a checkpoint made at the end of"
+                    " an epoch"
+                )
             if self._own:
                 check_own_batches(stock, self.equal, self._trainer, self._channel)
             return stock
@@ -139,31 +136,55 @@ class BalancedBinder(PartBinder[_Balanced]):
         module, device = self._trainer.lightning_module, device_of(self._trainer.strategy.root_device)
         compiled = compiled_parts(module, device)
         needs = ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())
-        mine = self._objection(loaders), least_samples(module), needs
-        everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
-        self._least = max(least for _, least, _ in everyone)
-        self._shapes = ShapeNeeds.of_all([needs for _, _, needs in everyone])
+        mine = self._objection(loaders), least_samples(module), needs, self.earlier.read()
+        objections, leasts, everyone, speeds = zip(*self._channel.all_gather_object(mine), strict=True)
+        self._least, self._shapes = max(leasts), ShapeNeeds.of_all(everyone)
+        self.policy.recall(speeds)
         self._bounds = replace(self.settings.bounds, usual=2 if self._shapes.compiled else 1)
-        said, self.equal = self.equal, next((objection for objection, _, _ in everyone if objection), None)
+        said, self.equal = self.equal, next((objection for objection in objections if objection), None)
         self._own = self.equal is None and len(loaders) == 1
         if self.equal is None:
-            self.equal = self._why_own(loaders if self.settings.stream != "infinite" else indexed(loaders))
+            self.equal = self._why_own(indexed(loaders) if self.settings.stream in ("infinite", "finite") else loaders)
+        if self.settings.stream == "finite":
+            self._check_finite(loaders)
+        finder, self.finder = self.finder, None
         if self.equal is None:
+            if finder is not None:
+                self._find_sizes(finder, loaders)
             return
         self._bound = []
+        if finder is not None:
+            raise ValueError(f"HeteroBatchSizeFinder needs a train loader whose batches can be divided. {self.equal}")
         if self._asked_batch is not None:
             raise ValueError(
                 f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
             )
         if self.equal != said:
-            ours = self.settings
-            options = {"min_samples": ours.bounds.lower, "max_samples": ours.bounds.upper}
-            options |= {"sample_costs": ours.sample_costs, "quantum": None if ours.quantum in (1, "auto") else 0}
-            idle = [name for name, value in options.items() if value is not None]
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as its stock strategy does, and cannot make up for slow"
-                f" ranks: {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
+                f" ranks: {self.equal}{self.settings.without_effect()}"
             )
+
+    def _find_sizes(self, finder: HeteroBatchSizeFinder, loaders: Sequence[Any]) -> None:
+        """Tries what fits, all ranks equally often, and takes it as if the user had given it."""
+        bounds = self.settings.bounds
+        if bounds.upper is not None or len(loaders) > 1:
+            what = "with several train loaders" if bounds.upper is None else f"with max_samples={bounds.upper!r}"
+            raise ValueError(f"HeteroBatchSizeFinder cannot be combined {what}: drop one of them")
+        sizes = found_sizes(finder, self._trainer, loaders[0], self._channel)
+        if self._asked_batch is None:
+            self._asked_batch = sum(sizes)
+            self.orders.settle(self._asked_batch)
+        self.settings = replace(self.settings, bounds=replace(bounds, upper=list(sizes)))
+        self._bounds = replace(self._bounds, upper=list(sizes))
+        finder.found(self._trainer, sizes, self._asked_batch)
+
+    def _check_finite(self, loaders: Sequence[object]) -> None:
+        why = self.equal or ("there are several" if len(loaders) > 1 else None)
+        if why is None and any(isinstance(m, nn.SyncBatchNorm) for m in self._trainer.lightning_module.modules()):
+            why = "SyncBatchNorm would count the dummy batches of ranks that are through; use BatchNorm or GroupNorm"
+        if why is not None:
+            raise ValueError(f"stream='finite' needs one train loader whose batches can be divided. {why}")
 
     def _objection(self, loaders: Sequence[object]) -> str | None:
         """Returns why one of these loaders' batches cannot be divided, and what would be needed; None: all can be."""
@@ -174,10 +195,11 @@ class BalancedBinder(PartBinder[_Balanced]):
                 return str(error)
             if spec.kind == "stream" and self.settings.stream is None:
                 return (
-                    "the train dataset is an IterableDataset, and if every rank had its own finite stream, the"
-                    f" fast ones would only run out of data first. Say {self._strategy_name}(stream='infinite') if"
-                    " every rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps"
-                    " its part of every global batch)"
+                    "the train dataset is an IterableDataset, and nobody has said whether ranks share its samples or"
+                    " when they end; ranks of unequal numbers of batches then wait without end. Say"
+                    f" {self._strategy_name}(stream='finite') if every rank has its own stream and ends when it ends,"
+                    " stream='infinite' if every rank's is endless, or stream='shared' if all read the same one (each"
+                    " keeps its part of every global batch)"
                 )
         return None
 
@@ -227,10 +249,18 @@ class BalancedBinder(PartBinder[_Balanced]):
         sizes = self._sizes_of(spec, self.orders.batch_of_all(spec))
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
-        if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
-            rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
-        unsized = not hasattr(loader.dataset, "__len__")
-        bound = _Balanced(spec=spec, full=sizes.total, order=None, unsized=unsized, sizes=sizes)
+        finite, done = self.settings.stream == "finite", compat.batches_trained(self._trainer)
+        if self.settings.stream == "infinite" and done:
+            said = "an infinite stream cannot be repositioned: the resumed run reads it from its start"
+            if hasattr(loader, "load_state_dict") and not compat.last_batch_done(self._trainer):
+                raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
+            rank_zero_warn(said)
+        if finite and len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
+            self._used = {done: used}
+        bound = _Balanced(
+            spec=spec, full=sizes.total, order=None, read_ahead=int(finite),  # see `RebatchedStream`
+            unsized=finite or not hasattr(loader.dataset, "__len__"), sizes=sizes,
+        )  # fmt: skip
         return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -314,10 +344,31 @@ class BalancedBinder(PartBinder[_Balanced]):
         upper = [u * bound.full // full for u in most]
         return scale_shares(shares, total, upper=upper, least=bound.sizes.least)
 
+    def used(self, bound: _Balanced, batches: int) -> int:
+        by_rank = self._used.get(batches, [0] * self._channel.world_size)
+        return super().used(bound, batches) if self.settings.stream == "shared" else by_rank[self._channel.rank]
+
+    def short(self, part: Part) -> Sequence[bool]:
+        """Returns which ranks had fewer samples than their share, since their finite streams end; empty: none can."""
+        if self.settings.stream != "finite" or self.controller is None:
+            return ()
+        shares = self.controller.full_shares(part.epoch, part.step)
+        return [n < share for n, share in zip(part.shares, shares, strict=True)]
+
     def open(self, step: int) -> Part:
         """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""
         if len(self._bound) == 1:
-            return super().open(step)
+            part = super().open(step)
+            if self.settings.stream == "finite":
+                before = self._used.get(step) if step else [0] * len(part.shares)
+                if before is None:
+                    raise ValueError(
+                        f"training goes on after {step} batches in the middle of an epoch, and it is not known how many"
+                        " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on"
+                        " as many ranks as then, or from one made at the end of an epoch"
+                    )
+                self._used = {step: before, step + 1: [a + b for a, b in zip(before, part.shares, strict=True)]}
+            return part
         taken = [(bound, bound.handed.take(step)) for bound in self._bound]
         if not (parts := {id(bound): part for bound, part in taken if part is not None}):
             return super().open(step)  # raises
@@ -336,8 +387,14 @@ class BalancedBinder(PartBinder[_Balanced]):
             self.policy.load_state_dict(policy)
             known = policy.get("most_samples", ())
             if len(known) == self._channel.world_size:
-                self.known_most = known[self._channel.rank]
+                self.earlier.most = known[self._channel.rank]
+
+    def keep_speed(self) -> None:
+        """Keeps what the policy has learned of this rank for later runs."""
+        self.earlier.write(self.policy.learned(self._channel.rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""
-        return {} if self.equal is not None else {**super().state_dict(), "policy": self.policy.state_dict()}
+        used = self._used.get(compat.batches_trained(self._trainer))
+        more = {"policy": self.policy.state_dict(), **({"used": used} if used else {})}
+        return {} if self.equal is not None else {**super().state_dict(), **more}

@@ -293,6 +293,19 @@ class Recovery:
                 " once per piece on this rank and once on the others; lower max_samples for this rank"
             )
 
+    def needs_all_rows(self) -> None:
+        """Called before rows are gathered with their gradients, for a loss over those of the whole batch.
+
+        Raises:
+            RuntimeError: of a step in planned pieces, on all ranks: each piece would have a loss over its own rows.
+        """
+        if self._step.planned:
+            raise RuntimeError(
+                "all_gather(sync_grads=True) in a step that max_samples divides into pieces: the loss would be over"
+                " the rows of a piece, not of the global batch. Raise max_samples, or lower the global batch and set"
+                " accumulate_grad_batches, by which each batch has a separate loss, as under strategy='ddp'"
+            )
+
     def tells_speed(self, fit: bool) -> bool:
         """Whether the last step's time says how fast this rank is; pieces do only where they are there to stay.
 
@@ -330,3 +343,10 @@ def done_of(output: Any, weight: float, size: int) -> Done:
     rest = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else None
     value = None if loss is None else loss.detach() * weight if weight else torch.zeros_like(loss)
     return apply_to_collection(rest, Tensor, Tensor.detach), value, size
+
+
+def alone(trainer: Trainer) -> dict[str, Callable[..., Any]]:
+    """Returns, by name, what stands for the collectives of a ``training_step`` in which peers take no part."""
+    same: dict[str, Callable[..., Any]]
+    same = dict.fromkeys(("reduce", "broadcast", "barrier"), lambda value=None, *_, **__: value)
+    return {**same, "all_gather": lambda value, *_, **__: torch.stack([value] * trainer.world_size)}

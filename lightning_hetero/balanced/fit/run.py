@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
+from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
+from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.balanced.fit.recovery import Recovery
+from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.signals import SignalsTogether
 from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
@@ -68,7 +70,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.policy = self.rebalancer.policy or settings.policy
         shared, timeout = strategy.shared, strategy.timeout
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
-        own = "bounds", "quantum", "stream", "exchange_every"
+        own = "bounds", "learns", "quantum", "stream", "exchange_every"
         agreed = {name: repr(getattr(settings, name)) for name in own} | {
             "sample_costs": costs_digest(settings.sample_costs),
             "global_batch_size": str(shared.global_batch_size),
@@ -84,8 +86,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         channel = self.channel if members == 1 else PartChannel(self.channel, members)
-        name = type(strategy).__name__
-        self.binder = BalancedBinder(trainer, channel, self.policy, shared, settings, strategy_name=name)
+        own_device, name = device_of(strategy.root_device), type(strategy).__name__
+        earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
+        self.binder = BalancedBinder(
+            trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier
+        )  # fmt: skip
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
         world, counts = channel.world_size, shared.weight_in(self.module)
@@ -94,14 +99,18 @@ class BalancedRun(EngineRun[BalancedBinder]):
         )
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
-        own_device = device_of(strategy.root_device)
         if self.rebalancer.enabled and own_device.tunes_each_shape():
             rank_zero_warn(
                 "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels again for every number of samples, and"
                 f" hetero_{self.engine} changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps"
                 " the numbers few"
             )
-        self.cap = MemoryCap(careful=own_device.asynchronous)
+        if settings.learns and not self.automatic:
+            raise ValueError(
+                "max_samples='auto' needs automatic optimization: a step by hand that memory is too short for cannot be"
+                " done in pieces. Give max_samples as numbers"
+            )
+        self.cap = MemoryCap(careful=own_device.asynchronous or settings.learns)
         self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))
         self.undo.callback(self.probe.detach)
         self.times = StepTimes(self.binder, self.probe, self.channel, self.events, self.cap, own_device)
@@ -184,6 +193,10 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if not slowest_s > 0:
             return None
         longer = f"with equal shares the slowest rank would work {equal_s / slowest_s:.2f} times as long"
+        kept, alone_s = self.policy.fastest_alone()
+        if alone_s < (1.0 - self.policy.dead_band) * slowest_s:
+            idle = ", ".join(str(rank) for rank in range(len(shares)) if rank not in kept)
+            longer += f"; without rank(s) {idle} a batch would take {alone_s * 1e3:.1f} ms: leave out such devices"
         return (
             f"hetero_{self.engine}: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
             f" {too_few(self.trainer.global_step) or longer}"
@@ -211,7 +224,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def _go_on(self) -> None:
         """Takes over, once, what an earlier run has learned of this rank's memory."""
-        known, self.binder.known_most = self.binder.known_most, None
+        earlier = self.binder.earlier
+        known, earlier.most = earlier.most, None
         if known is not None:
             self.cap.goes_on(-(-known // self.binder.pieces))
 
@@ -322,6 +336,14 @@ class BalancedRun(EngineRun[BalancedBinder]):
         with self.probe.paused():
             yield
 
+    def gather(self, tensor: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gathers rows with their gradients, which in a backward pass of weight 0 are 0, and for which it waits."""
+        if self._recovery is not None:
+            self._recovery.needs_all_rows()
+        everyone = self.probe.exchanging(tensor, gather)
+        everyone.register_hook(lambda grad: torch.zeros_like(grad) if self._voided else None)
+        return everyone
+
     # ---- end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -330,4 +352,5 @@ class BalancedRun(EngineRun[BalancedBinder]):
             controller.abandon()
         elif controller is not None:
             controller.drain()
+            self.binder.keep_speed()
         super().close()

@@ -5,7 +5,7 @@
     after it    all ranks say whether they have more to compute; who has not takes part with samples that count nothing
 
 So what the peers have computed stays, and nothing is computed twice but by the rank that ran out of memory. Two small
-gatherings on the side channel in a step without failures: behind ``training_step``, and beside the last scatter.
+gatherings on the side channel in a step without failures: behind ``training_step``, and during the last scatter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
 from lightning_hetero.balanced.fit.piece_runner import GuardedStep, ToDo, give_up
-from lightning_hetero.balanced.fit.recovery import Done, Recovery, done_of, loss_of
+from lightning_hetero.balanced.fit.recovery import Done, Recovery, alone, done_of, loss_of
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reduction
 from lightning_hetero.balanced.runtime.pieces import free_memory
@@ -266,7 +266,7 @@ class ShardedRecovery(Recovery):
         if loss is not None:  # out of the handler, see above
             for tensor in (loss, *holders):
                 tensor.detach_()
-            self._again.callback(replace_methods(self._trainer.strategy, **self._alone()))
+            self._again.callback(replace_methods(self._trainer.strategy, **alone(self._trainer)))
             output, failed = self._drained(step, piece, size)
             loss = loss_of(output)
             assert loss is not None
@@ -277,12 +277,6 @@ class ShardedRecovery(Recovery):
         self._passes.end()
         self._again.close()
         return failed
-
-    def _alone(self) -> dict[str, Callable[..., Any]]:
-        """Returns, by name, what stands for the collectives of a ``training_step`` whose peers have made theirs."""
-        same: dict[str, Callable[..., Any]]
-        same = dict.fromkeys(("reduce", "broadcast", "barrier"), lambda value=None, *_, **__: value)
-        return {**same, "all_gather": lambda value, *_, **__: torch.stack([value] * self._trainer.world_size)}
 
     # ---- backward ---------------------------------------------------------------------------------------------
 

@@ -63,7 +63,8 @@ class StepTimes:
             return
         self._sent = True
         self._probe.close()
-        self._closed.append((part, self._believed(part, tells_speed)))
+        short = self._binder.short(part)
+        self._closed.append((part, self._believed(part, tells_speed and not (short and short[controller.rank]))))
         while (compute_s := self._probe.take()) is not None:  # on an accelerator, of a step before
             done, believed = self._closed.popleft()
             # Sent while the gradients still travel, so the wait is the last known one.
@@ -74,7 +75,7 @@ class StepTimes:
         if self.synced and decides and controller.wants_exchange(part.epoch, part.step):
             ran = part.shares if self._binder.cuts_by_cost else ()
             wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, ran=ran, **self._told()))
-            controller.sent(part.epoch, part.step, wait)
+            controller.sent(part.epoch, part.step, wait, short)
         controller.catch_up()  # beside the gradient exchange, where it delays no rank
         while controller.news:
             self._note_decision(part, controller.news.popleft())

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from lightning_hetero.federated.decide.rounds import Client, RoundPlan
-from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import Bound, ShareBounds, per_rank
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
@@ -113,18 +112,12 @@ class _BySpeed(RoundPolicy):
     """Divides something among the ranks by their speeds, as the balanced engine divides a global batch.
 
     Args:
-        predictor, dead_band: see `BalancePolicy`.
-        balance: the whole policy of what is divided, instead of the other two.
+        balance: of what is divided; None: the balanced engine's default.
     """
 
-    def __init__(
-        self, *, predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
-        balance: BalancePolicy | None = None,
-    ) -> None:  # fmt: skip
-        if balance is not None and (predictor != "kalman" or dead_band != 0.02):
-            raise ValueError("give either a whole balance, or predictor and dead_band, not both")
+    def __init__(self, *, balance: BalancePolicy | None = None) -> None:
         # A record is a round, so none is thrown away; single steps that say nothing are left out of it.
-        self.balance = balance or BalancePolicy(predictor=predictor, dead_band=dead_band, warmup=0)
+        self.balance = balance or BalancePolicy(warmup=0)
         self._resumed: tuple[int, ...] | None = None
         self._known: list[Measured] = []  # the last of each rank that was measured
 
@@ -183,7 +176,7 @@ class LbBsp(_BySpeed):
     """Batches sized to the devices, so that all ranks make their local steps in the same time; the sum stays.
 
     Args:
-        predictor, dead_band, balance: see `BalancePolicy`.
+        balance: see `BalancePolicy`.
     """
 
     resizes = True
@@ -212,7 +205,7 @@ class ScaledLr(LbBsp):
     checkpoints see the unchanged learning rate.
 
     Args:
-        predictor, dead_band, balance: see `BalancePolicy`.
+        balance: see `BalancePolicy`.
     """
 
     @property
@@ -225,7 +218,7 @@ class AdaptiveSteps(_BySpeed):
     """More local steps on fast devices, so that all ranks are through in the same time; their sum stays.
 
     Args:
-        predictor, dead_band, balance: see `BalancePolicy`; what is divided are steps.
+        balance: see `BalancePolicy`; what is divided are steps.
     """
 
     def start(self, clients: Sequence[Client], *, local_steps: int, **sizes: Any) -> None:
@@ -250,24 +243,15 @@ _KNOWN: dict[str, Callable[..., RoundPolicy]] = {
 }  # fmt: skip
 
 
-def by_name(name: str, **settings: Any) -> RoundPolicy:
+def by_name(name: str) -> RoundPolicy:
     """Returns a new policy: ``"lb-bsp"``, ``"fedavg"``, ``"adaptive_steps"`` or ``"scaled_lr"``.
 
-    Args:
-        name: of the policy.
-        settings: given by the user, so no default: ``predictor``, ``dead_band``.
-
     Raises:
-        ValueError: the name is unknown, or the policy has no use for a setting.
+        ValueError: the name is unknown.
     """
     if name not in _KNOWN:
         raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(_KNOWN)}, or pass a RoundPolicy")
-    if name == "fedavg" and settings:
-        raise ValueError(
-            f"policy='fedavg' looks at no speeds and has no use for {', '.join(settings)}: drop"
-            f" {'it' if len(settings) == 1 else 'them'}, or choose policy='lb-bsp'"
-        )
-    return _KNOWN[name](**settings)
+    return _KNOWN[name]()
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from lightning_hetero.types import SpeedSample, StepReport
 
 
@@ -129,20 +127,6 @@ def spread(values: Sequence[int], present: Sequence[int], world_size: int) -> tu
     return tuple(known.get(rank, 0) for rank in range(world_size))
 
 
-def chosen_ranks(world_size: int, part: float, generator: np.random.Generator) -> frozenset[int]:
-    """Returns the ranks that take part in a round: ``part`` of all, rounded up, drawn without replacement.
-
-    Args:
-        world_size: number of ranks.
-        part: in (0, 1]; 1: all, and nothing is drawn.
-        generator: the same on all ranks.
-    """
-    if part >= 1.0:
-        return frozenset(range(world_size))
-    number = max(1, math.ceil(part * world_size - 1e-9))
-    return frozenset(int(rank) for rank in generator.choice(world_size, size=number, replace=False))
-
-
 class Course:
     """Which batches of an epoch this rank trains in, and where rounds end; the same rounds on all ranks.
 
@@ -158,13 +142,11 @@ class Course:
         last: number of the last batch.
         batch: number of the batch that runs.
         began: batch in which the round began.
-        chosen: ranks that take part in the round, by their permanent numbers.
     """
 
     def __init__(self, rank: int, own: int, batches: int, *, again: bool, accumulate: int = 1) -> None:
         self.rank, self.last = rank, batches - 1
         self.batch = self.began = 0
-        self.chosen: frozenset[int] = frozenset()
         self._accumulate = accumulate
         self._windows = math.inf if again else -(-own // accumulate)
 
@@ -174,7 +156,7 @@ class Course:
         return (self.batch - self.began) // self._accumulate
 
     def trains(self, plan: RoundPlan) -> bool:
-        """Returns whether this rank, if it takes part, trains in the batch."""
+        """Returns whether this rank trains in the batch."""
         return self.step < plan.steps[self.rank] and self.batch // self._accumulate < self._windows
 
     def ends_round(self, plan: RoundPlan) -> bool:

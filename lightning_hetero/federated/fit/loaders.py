@@ -94,7 +94,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
             raise TypeError(
                 "the train dataset is an IterableDataset, and the length of a rank's own data says how long an epoch is"
                 " and how large its batches may be: use a map-style dataset, or strategy='hetero_balanced' with"
-                " stream='infinite'"
+                " stream='finite' or 'infinite'"
             )
         if self._bound:  # reloaded: perhaps other data
             self.place = DataPlace(self.place.passes + 1)

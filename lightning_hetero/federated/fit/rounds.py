@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import Trainer
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,15 +17,7 @@ from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
-from lightning_hetero.federated.decide.rounds import (
-    Client,
-    ClientRow,
-    Course,
-    RoundPlan,
-    chosen_ranks,
-    spread,
-    step_report,
-)
+from lightning_hetero.federated.decide.rounds import Client, ClientRow, Course, RoundPlan, spread, step_report
 from lightning_hetero.federated.fit.averaging import Averaging
 from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.loaders import OwnBinder
@@ -131,11 +121,11 @@ class Rounds:
         check_data(list(clients))
         batches = {client.batches for client in clients}
         rests = (not policy.again and len(batches) > 1) or isinstance(policy, AdaptiveSteps)
-        if (rests or self._settings.participation < 1.0) and not self._trainer.lightning_module.automatic_optimization:
+        if rests and not self._trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 "with manual optimization no rank can rest, because only user code counts its steps: here ranks rest"
-                " (by policy='adaptive_steps', by participation < 1, or because data of different lengths are through"
-                " at different times). Use policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
+                " (by policy='adaptive_steps', or because data of different lengths are through at different times)."
+                " Use policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
             )
         if not (self._members.joining and self._batches):
             self._batches = max(batches)
@@ -192,7 +182,6 @@ class Rounds:
         if came := sorted(set(self._members.alive) - set(self._ranks)):
             self._exchange()
             self._divide_again(f"rank {', '.join(map(str, came))} has come again")
-            self._choose()
 
     # ---- an epoch ----------------------------------------------------------------------------------------------
 
@@ -235,17 +224,8 @@ class Rounds:
         self._began, self._steps.trained = None, False
         if not first and not again and self.binder.place.taken:  # an epoch cut short
             self.binder.place = DataPlace(self.binder.place.passes + 1)
-        self._choose()
         self._averaging.remember()
         return course
-
-    def _choose(self) -> None:
-        """Draws the ranks that take part in the round."""
-        assert self.course is not None
-        alive = self._members.alive
-        generator = np.random.default_rng([int(os.environ.get("PL_GLOBAL_SEED", 0)), self.number])
-        drawn = chosen_ranks(len(alive), self._settings.participation, generator)
-        self.course.chosen = frozenset(alive[place] for place in drawn)
 
     def _begin_batch(self, course: Course) -> bool:
         """The next batch is wanted; returns whether this rank trains in it."""
@@ -253,10 +233,8 @@ class Rounds:
         if course.batch == course.began and not self.fresh:
             self._let_in()
         self.fresh, plan = False, self.plan
-        there = zip(self._members.alive, plan.sizes, plan.steps, strict=True)
-        self.binder.count(sum(size for rank, size, steps in there if rank in course.chosen and course.step < steps))
-        trains = self._members.rank in course.chosen and course.trains(plan)
-        if trains:
+        self.binder.count(sum(size for size, steps in zip(plan.sizes, plan.steps, strict=True) if course.step < steps))
+        if trains := course.trains(plan):
             self._steps.watch.resume()
         return trains
 
@@ -293,7 +271,6 @@ class Rounds:
         self._steps.measured = (0.0, 0.0, 0.0)
         self.number += 1
         self.course.began = self.course.batch + 1
-        self._choose()
         if decision is not None and decision.changed:
             self._note_plan(decision.reason, predicted_s=decision.predicted_s)
         return report

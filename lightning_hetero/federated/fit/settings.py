@@ -38,7 +38,6 @@ class FederatedSettings:
     max_samples: int | Sequence[int] | None
     server: ServerOptimizer | None
     proximal: float
-    participation: float
     min_clients: int | None
     liveness_s: float
 

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.measure.device import device_of
-
 _BUCKET = 4_000_000  # numbers that travel at once: 32 MB
 
 Entry = tuple[int, int, str]
@@ -39,7 +37,7 @@ def average_(tensors: Iterable[Tensor], part: float, group: dist.ProcessGroup) -
     """
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     for bucket in _buckets([tensor for tensor in real if tensor.is_floating_point()]):
-        packed = _packed(bucket, device_of(bucket[0].device).widest_float())
+        packed = _packed(bucket, torch.float64)
         packed = packed * part if part else torch.zeros_like(packed)
         dist.all_reduce(packed, group=group)
         _unpack(packed, bucket)

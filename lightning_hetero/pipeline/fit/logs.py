@@ -33,7 +33,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -337,8 +336,8 @@ def _numbers(values: Sequence[Tensor | float | None]) -> list[float | None]:
     numbers: list[float | None] = [None if isinstance(value, Tensor) else value for value in values]
     tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, Tensor)]
     for device in {value.device for _, value in tensors}:
-        wide, where = device_of(device).widest_float(), [(i, value) for i, value in tensors if value.device == device]
-        stacked = torch.stack([value.reshape(()).to(wide) for _, value in where])
+        where = [(i, value) for i, value in tensors if value.device == device]
+        stacked = torch.stack([value.reshape(()).to(torch.float64) for _, value in where])
         for (i, _), number in zip(where, stacked.tolist(), strict=True):
             numbers[i] = number
     return numbers

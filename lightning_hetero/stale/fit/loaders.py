@@ -13,6 +13,7 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.data.assigned import SampleSource, assigned_loader
 from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.loader import probed
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -54,7 +55,14 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         if spec.kind == "stream":
             raise TypeError(
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
-                " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
+                " rank or another; use a map-style dataset, or strategy='hetero_balanced' with stream='finite',"
+                " 'infinite' or 'shared'"
+            )
+        if probed(loader)[1]:
+            raise TypeError(
+                f"{type(loader).__name__} has its own iterator, through which samples that are assigned to one rank or"
+                " another do not pass: change batches in collate_fn or on_after_batch_transfer, or use"
+                " strategy='hetero_balanced'"
             )
         if self.source is not None and self.steps is None:
             raise TypeError(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.fork import ServerProcess, Watched, fork_server
@@ -44,7 +43,6 @@ class ServerSettings:
     """
 
     policy: Policy
-    predictor: Predictor | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     divide_by: float | None = None
     liveness_s: float = 5.0
@@ -118,9 +116,7 @@ def start_server(
                 if group.get("capturable"):
                     group["capturable"] = False
         store = host_store(host, timeout)
-        coordinator = Coordinator(
-            settings.policy, workers=ranks, ahead=ahead, predictor=settings.predictor, liveness_s=settings.liveness_s
-        )
+        coordinator = Coordinator(settings.policy, workers=ranks, ahead=ahead, liveness_s=settings.liveness_s)
         if state:
             coordinator.load_state_dict(state)
         shown = listener.memory.parameters

@@ -158,3 +158,30 @@ def test_a_step_without_times_is_checked_but_not_learned_from() -> None:
         rank.controller.sent(0, 0, lambda: mail.read((0, 0)))
     ranks[0].controller.drain()
     assert ranks[0].controller.report is None and ranks[0].controller.policy.taken == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("through_at", [0, 40])
+def test_the_others_are_balanced_while_a_ranks_stream_is_through(through_at: int) -> None:
+    """Rank 0 has no samples from a step on, rank 2 becomes slow; a rank never measured is as the slowest."""
+    mail = Mail(3)
+    ranks = [
+        Rank(r, mail, lag=2, ahead=2, exchange=ExchangeClock(every=1), policy=BalancePolicy()) for r in range(3)
+    ]
+    for step in range(120):
+        for rank in ranks:
+            rank.draw(0, step, 120, 2)
+        short, tag = (step >= through_at, False, False), (0, step)
+        for rank in ranks:
+            samples = rank.shares[tag][rank.rank]
+            slow = 3.0 if rank.rank == 2 and step > 40 else 1.0
+            if not short[rank.rank]:
+                rank.controller.measured(samples, slow * (FIXED_S + PER_SAMPLE_S * samples), 0.0)
+            mail.send(rank.rank, tag, rank.controller.row(*tag))
+            rank.controller.sent(*tag, lambda tag=tag: mail.read(tag), short)
+    for rank in ranks:
+        rank.controller.drain()
+        assert rank.shares == ranks[0].shares
+        report = rank.controller.report
+        assert (report is None) == (not through_at) and (report is None or report.step < through_at)
+    _, one, two = ranks[0].controller.policy.shares
+    assert one > 1.5 * two

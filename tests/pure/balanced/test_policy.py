@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
+from lightning_hetero.solvers import minimax
 from lightning_hetero.types import AffineCost, SpeedSample
 
 FIXED_S, PER_SAMPLE_S = 0.009, 0.003  # of a rank with speed 1
@@ -202,6 +204,30 @@ def test_a_rank_without_a_time_delays_the_decision_and_is_not_learned_from() -> 
     assert (decision.changed, decision.reason) == (False, "not every rank was measured yet")
     predicted = policy.predict_s(policy.shares)
     assert not math.isnan(predicted[0]) and math.isnan(predicted[1])
+
+
+# ---- is a rank worth it ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0.5, 40.0), min_size=2, max_size=4), st.integers(8, 40))
+def test_the_ranks_that_are_fastest_alone_are_those_of_all_subsets(slow: list[float], total: int) -> None:
+    policy = started(total=total, world=len(slow), bounds=ShareBounds(upper=total), dead_band=0.0)
+    policy.shares = (total // len(slow),) * len(slow)  # with other shares models of one size would be off
+    feed(policy, tuple(slow), 3)
+    costs = [p.cost() for p in policy._predictors]
+    subsets = [s for n in range(1, len(slow) + 1) for s in combinations(range(len(slow)), n)]
+    best_s = min(minimax([costs[r] for r in ranks], total).makespan_s for ranks in subsets)
+    ranks, alone_s = policy.fastest_alone()
+    assert alone_s == pytest.approx(best_s, rel=1e-9)
+    assert minimax([costs[r] for r in ranks], total).makespan_s == pytest.approx(alone_s, rel=1e-9)
+
+
+def test_a_rank_whose_fixed_time_is_longer_than_the_others_batch_is_left_out() -> None:
+    """Alone, two ranks take 9 + 8 * 3 = 33 ms for 16 samples; rank 2 takes 40 times as long for anything."""
+    policy = started(total=16, world=3)
+    feed(policy, (1.0, 1.0, 40.0), 6)
+    ranks, alone_s = policy.fastest_alone()
+    assert (ranks, alone_s) == ((0, 1), pytest.approx(0.033, rel=0.1))
 
 
 # ---- state -------------------------------------------------------------------------------------------------

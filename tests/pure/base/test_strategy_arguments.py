@@ -207,7 +207,6 @@ WRONG: list[tuple[type[Any], str, object, str]] = [
     (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
     (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
     (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be a finite number > 0"),
-    (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),
     (BoundedStalenessStrategy, "compression", 5, "compression=5 must be None, 'bf16' or 'fp16'"),
     (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description or a YAML file"),
     (HeteroPipelineStrategy, "cluster", 5, "cluster=5 must be a mapping"),
@@ -246,7 +245,7 @@ def test_names_for_type_checkers_are_those_that_are_known() -> None:
     assert get_args(PolicyName) == tuple(policy._KNOWN)
     assert get_args(layout.CompressionName) == tuple(layout._NARROW)
     hints = get_type_hints(BoundedStalenessStrategy.__init__)
-    assert str not in {kind for name in ("policy", "predictor", "compression") for kind in get_args(hints[name])}
+    assert str not in {kind for name in ("policy", "compression") for kind in get_args(hints[name])}
 
 
 @pytest.mark.stock_ddp("strategy")

@@ -15,6 +15,7 @@ from benchmarks.joint.simulated.machine import Machine
 from benchmarks.joint.simulated.simulator import Rates, Run, Unchanged, simulate
 from benchmarks.joint.simulated.traces import Phase, Trace
 from lightning_hetero import LyapunovController
+from lightning_hetero.controller import triggers
 from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.messages import Decision, Observation, Outcome
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan
@@ -127,8 +128,8 @@ def test_a_plan_from_a_wrong_profile_heals_within_ten_batches_twice() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_device_that_rests_because_it_is_slow_is_woken_when_it_is_fast_again(noise: float) -> None:
-    """Nothing is measured of a rank at rest but what it can do; without that it would wait for ``recheck``."""
-    controller = started(LyapunovController(recheck=None), ROOMY)
+    """Nothing is measured of a rank at rest but what it can do; without that it would wait for 200 batches."""
+    controller = started(cluster=ROOMY)
     phases = [calm(), slow(20, 1.0, 1.0, 1.0, 60.0), slow(80, 1.0, 1.0, 1.0, 1.0)]
     run = trained(controller, phases, 120, ROOMY, noise=noise, rng=np.random.default_rng(4))
     rests, wakes = [
@@ -267,8 +268,9 @@ def test_nothing_else_is_decided_while_layers_move() -> None:
         assert waiting.plan == decision.plan
 
 
-def test_a_move_that_cannot_be_carried_out_is_taken_back_and_barred() -> None:
-    controller = started(LyapunovController(look_every=10))
+def test_a_move_that_cannot_be_carried_out_is_taken_back_and_barred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triggers, "_LOOK_EVERY", 10)
+    controller = started()
     before = controller.plan
     t, decision = until_moved(controller)
     with pytest.raises(ValueError, match="generation=7 must be the one under way, 1"):
@@ -285,8 +287,11 @@ def test_a_move_that_cannot_be_carried_out_is_taken_back_and_barred() -> None:
         numbers.add(after.generation)
 
 
-def test_a_structure_measured_worse_than_promised_is_rolled_back_and_barred_for_longer_each_time() -> None:
-    controller = started(LyapunovController(look_every=10))
+def test_a_structure_measured_worse_than_promised_is_rolled_back_and_barred_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triggers, "_LOOK_EVERY", 10)
+    controller = started()
     before, truth = controller.plan, (4.0, 1.0, 1.0, 1.0)
     shape = [(g.ranks, g.cuts) for g in before.groups]
     plan, generation = before, 0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_hetero.controller import estimates as module
 from lightning_hetero.controller.estimates import Estimates
 from lightning_hetero.controller.messages import LinkTime, Observation
 from lightning_hetero.solvers.placement.pipes import Pipe
@@ -21,8 +22,14 @@ SIZES = [(2, 2)]
 WORK = [1.0, 1.0, 1.0, 1.0, 2.0, 1.0]
 
 
-def estimates(**arguments: Any) -> Estimates:
-    return Estimates(model_of(WORK, fixed_s=0.5), cluster_of([1.0, 0.5, 1.0]), **{"recheck": None, **arguments})
+def estimates() -> Estimates:
+    return Estimates(model_of(WORK, fixed_s=0.5), cluster_of([1.0, 0.5, 1.0]))
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not measured for a hundred batches is forgotten."""
+    monkeypatch.setattr(module, "_RECHECK", 100)
 
 
 def seen(batch: int, slowness: Sequence[float] = (1.0, 1.0), **more: Any) -> Observation:
@@ -109,7 +116,7 @@ def test_times_by_layer_tell_a_heavy_layer_from_a_slow_device() -> None:
 
 def test_layers_too_small_to_matter_say_nothing_of_the_device() -> None:
     """Four of six take ten times as long as profiled, for what surrounds a computation; 4 % of the stage together."""
-    found = Estimates(model_of([1.0, 0.01, 0.01, 1.0, 0.01, 0.01]), cluster_of([1.0]), recheck=None)
+    found = Estimates(model_of([1.0, 0.01, 0.01, 1.0, 0.01, 0.01]), cluster_of([1.0]))
     pipes = (Pipe((0,), (0, 6)),)
     for t in range(20):
         layer_s = [12.0, 0.4, 0.4, 24.0, 0.4, 0.4]  # of 4 s each, and 0.04
@@ -130,7 +137,7 @@ def test_links_are_measured_by_direction_also_where_nothing_was_known() -> None:
     _, cluster = found.costs(found.state)
     assert cluster.links[0][1].bandwidth_bytes_per_s == pytest.approx(1e9 / 4, rel=0.02)
     assert cluster.links[1][0] == Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
-    free = Estimates(model_of(WORK), cluster_of([1.0, 1.0], bandwidth=float("inf"), latency_s=0.0), recheck=None)
+    free = Estimates(model_of(WORK), cluster_of([1.0, 1.0], bandwidth=float("inf"), latency_s=0.0))
     told(free, *(seen(t, links=[wire]) for t in range(3)))
     _, cluster = free.costs(free.state)
     assert cluster.links[0][1].seconds(2e6) == pytest.approx(wire.seconds, rel=0.02)
@@ -148,8 +155,9 @@ def test_a_link_that_hardly_counts_is_no_change_however_slow() -> None:
         assert found.state["link", 0, 1] == pytest.approx(4.0, rel=0.05), "it is known all the same"
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_is_used_no_more_is_forgotten_after_twice_as_long_each_time() -> None:
-    found = estimates(recheck=100)
+    found = estimates()
     told(found, *(seen(t, (1.0, 4.0)) for t in range(3)))
     alone = (Pipe((0,), (0, 6)),)
 
@@ -181,8 +189,8 @@ def ringed(batch: int, ranks: Sequence[int], slow: Sequence[int] = (), pairs: Se
     return Observation(batch=batch, generation=0, links=links)
 
 
-def wired(**arguments: Any) -> Estimates:
-    return Estimates(model_of(WORK), cluster_of([1.0] * 5), **{"recheck": None, **arguments})
+def wired() -> Estimates:
+    return Estimates(model_of(WORK), cluster_of([1.0] * 5))
 
 
 def test_a_rank_whose_links_are_all_slow_is_slow_on_those_that_nobody_measured() -> None:
@@ -221,9 +229,10 @@ def test_what_was_measured_long_ago_acquits_nobody() -> None:
     assert found.changes(start, 0.03) == [] and found.furthest(start, 1.0) < 0.01
 
 
+@pytest.mark.usefixtures("soon")
 def test_links_of_a_rank_are_forgotten_as_one() -> None:
     """Woken between other ranks, links nobody ever measured are slow as well: that is the second time."""
-    found, gone = wired(recheck=100), list[int]()
+    found, gone = wired(), list[int]()
     for t in range(900):
         ranks, slow = ((0, 1, 2), [1]) if t < 3 else ((0, 4, 1, 3), [1]) if 300 <= t < 303 else ((0, 2), [])
         found.update(ringed(t, ranks, slow=slow), (), ())
@@ -254,9 +263,10 @@ def test_of_a_rank_at_rest_a_change_counts_and_no_more() -> None:
         assert one.state["rank", 2] == pytest.approx(8.0, rel=0.05)
 
 
+@pytest.mark.usefixtures("soon")
 def test_goes_on_from_json_as_if_nothing_had_happened() -> None:
     wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=0.1)
-    one = told(estimates(recheck=100), *(seen(t, (1.0, 2.0), links=[wire]) for t in range(5)))
+    one = told(estimates(), *(seen(t, (1.0, 2.0), links=[wire]) for t in range(5)))
     two = estimates()
     one.forget(500)
     two.load(json.loads(json.dumps(one.to_plain())))

@@ -96,7 +96,6 @@ ROWS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
      ["64 MiB of 64 MiB free", "--shm-size=1g"]),
     (host.shared_memory, {}, "ok", []),
     (host.shared_memory, {"shm_bytes": None}, "warn", ["there is no /dev/shm"]),
-    (host.fork, {"start_methods": ("spawn",)}, "warn", []),
     (host.backends, {"backends": ("nccl",)}, "fail", []),
     (host.backends, {"backends": ("gloo",)}, "warn", []),
     (host.backends, {"backends": ("gloo",), "devices": ()}, "ok", []),
@@ -154,7 +153,7 @@ def test_what_a_check_finds(check: Any, facts: dict[str, Any], level: str, words
 def test_a_good_machine_has_no_complaint_and_every_complaint_says_what_to_do(check: Any) -> None:
     assert {finding.level for finding in check(BOX)} <= {"ok"}
     devices = (gpu("old", 3, 0, free=1.0), gpu("new", 9, 0))
-    bad = changed(Facts(), devices=devices, environ={"WORLD_SIZE": "2"}, start_methods=())
+    bad = changed(Facts(), devices=devices, environ={"WORLD_SIZE": "2"})
     assert all(finding.advice for finding in check(bad) if finding.level != "ok")
 
 

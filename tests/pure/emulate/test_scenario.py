@@ -103,13 +103,17 @@ def test_jitter_has_mean_one_and_the_deviation_asked_for(jitter: float) -> None:
 
 def test_builders_chain_and_leave_the_scenario_alone() -> None:
     calm = Scenario()
-    scenario = calm.kill(rank=2, at_step=9).stall(0, 3, 1.5).raise_at(1, 9).cap(1, 8).cap(3, 4)
-    assert calm == Scenario() != scenario and hash(calm.cap(1, 8)) == hash(Scenario(mem_samples=[None, 8]))
+    scenario = calm.kill(rank=2, at_step=9).kill(0, 3)
+    assert calm == Scenario() != scenario
     assert scenario.fault(2, 9) == Fault(step=9, rank=2, kind="kill")
-    assert scenario.fault(0, 3) == Fault(step=3, rank=0, kind="stall", stall_s=1.5)
-    assert scenario.fault(1, 9) == Fault(step=9, rank=1, kind="exception")
+    assert scenario.fault(0, 3) == Fault(step=3, rank=0, kind="kill")
     assert scenario.fault(2, 8) is None and scenario.fault(3, 9) is None
-    assert [scenario.mem_cap(r) for r in range(6)] == [None, 8, None, 4, None, None]
+
+
+def test_caps_are_by_rank() -> None:
+    capped = Scenario(mem_samples={1: 8, 3: 4})
+    assert capped == Scenario(mem_samples=[None, 8, None, 4]) and hash(capped) != hash(Scenario())
+    assert [capped.mem_cap(r) for r in range(6)] == [None, 8, None, 4, None, None]
 
 
 def test_plain_values_make_the_same_scenario_as_objects() -> None:

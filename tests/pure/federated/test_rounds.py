@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +10,6 @@ from lightning_hetero.federated.decide.rounds import (
     ClientRow,
     Course,
     RoundPlan,
-    chosen_ranks,
     digest_of,
     disagreement,
     engine_metrics,
@@ -87,13 +83,6 @@ def test_lightning_counts_a_step_behind_each_window_and_the_last_batch() -> None
     for course.batch in range(5):
         ends.append(course.ends_step)
     assert ends == [False, True, False, True, True]
-
-
-@given(world=st.integers(1, 20), part=st.floats(0.01, 1.0), seed=st.integers(0, 99))
-def test_as_many_ranks_as_asked_are_drawn_the_same_on_all(world: int, part: float, seed: int) -> None:
-    drawn = chosen_ranks(world, part, np.random.default_rng([seed, 3]))
-    assert drawn == chosen_ranks(world, part, np.random.default_rng([seed, 3]))
-    assert drawn <= set(range(world)) and len(drawn) == max(1, math.ceil(part * world - 1e-9))
 
 
 def row(**given: float) -> ClientRow:

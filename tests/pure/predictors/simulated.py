@@ -42,6 +42,10 @@ class FakeChannel:
         self.meeting.barrier.wait()
         return values
 
+    def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
+        rows = self.all_gather_object(list(row))
+        return lambda: rows
+
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
         assert (indices is None) == (self.rank != 0)
         return list(self.all_gather_object(indices)[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from lightning_hetero.predictors import Curve, Kalman, Predictor, by_name
-from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
 from lightning_hetero.types import AffineCost, SaturatingCost
 
@@ -79,10 +77,9 @@ def test_a_hiccup_on_arrival_is_forgotten(at: int) -> None:
         assert learned.predict(b) == pytest.approx(GPU.seconds(b), rel=0.02)
 
 
-@pytest.mark.parametrize("make", [Curve, lambda: Curve.from_points(PROFILE)], ids=["plain", "profile"])
 @pytest.mark.parametrize("first", [100.0, 10.0, 0.1])
-def test_a_first_step_that_was_far_off_is_forgotten(make: Any, first: float) -> None:
-    learned = make()
+def test_a_first_step_that_was_far_off_is_forgotten(first: float) -> None:
+    learned = Curve()
     learned.update(16, first * GPU.seconds(16))
     fed(learned, [16])
     assert learned.predict(16) == pytest.approx(GPU.seconds(16), rel=0.01)
@@ -143,48 +140,6 @@ def test_it_remembers_few_sizes() -> None:
         assert len(learned.sizes) == len(learned.ratios) == len(learned.vars) == len(learned.agreed_at) <= 8
     for b in (150, 196, 240):
         assert learned.predict(b) == pytest.approx(GPU.seconds(b), rel=0.02)
-
-
-# ---- profiles ----------------------------------------------------------------------------------------------
-
-PROFILE = [(b, 3.0 * GPU.seconds(b)) for b in (4, 16, 48, 64)]  # of a slower device
-
-
-def test_a_profile_gives_the_shape_and_the_first_measurement_the_speed() -> None:
-    profiled = Curve.from_points(PROFILE).fresh()
-    assert not profiled.ready
-    fed(profiled, [16])
-    for b in (4, 16, 40, 64, 100):
-        assert profiled.predict(b) == pytest.approx(GPU.seconds(b), rel=0.02)
-    fed(profiled, stays(48, 64), SaturatingCost(floor_s=0.02, fixed_s=0.0, per_sample_s=0.001))
-    assert profiled.predict(56) == pytest.approx(0.056, rel=0.04)  # it was not this device's
-
-
-def test_a_profile_is_a_setting() -> None:
-    profiled = Curve.from_points(PROFILE)
-    assert profiled.fresh().profile == tuple((float(b), t) for b, t in PROFILE)
-    other = fed(Curve.from_points(PROFILE), stays(16, 40))
-    restored = Curve.from_points(PROFILE)
-    restored.load_state_dict(other.state_dict())
-    assert restored.cost() == other.cost()
-    said = [BalancePolicy(predictor=one).settings()["predictor"] for one in (Curve(), profiled)]
-    assert said[0] != said[1] and "profile" in said[1]  # ranks with different profiles are found out
-
-
-@pytest.mark.parametrize(
-    ("points", "words"),
-    [
-        ([], "must be 1 to 8 pairs"),
-        ([(2.0**i, 1.0) for i in range(9)], "must be 1 to 8 pairs"),
-        ([(8, 0.0)], "(8.0, 0.0) must be a number of samples > 0 and a time > 0"),
-        ([(-1, 1.0)], "(-1.0, 1.0) must be"),
-        ([(8, 1.0), (16, math.nan)], "(16.0, nan) must be"),
-        ([(20, 1.0), (21, 1.0)], "20 and 21 samples count as one size"),
-    ],
-)
-def test_a_profile_that_cannot_be_is_refused(points: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        Curve.from_points(points)
 
 
 # ---- in the loop it is made for ----------------------------------------------------------------------------

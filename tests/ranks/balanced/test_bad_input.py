@@ -31,7 +31,7 @@ from tests.ranks.kit import Toy, balanced, quiet_trainer, rank_trainer, regressi
         ("predictor", "oracle", ("'oracle'", "kalman", "ewma", "last")),
         ("predictor", 7, ("predictor=7", "Predictor")),
         ("dead_band", -0.1, ("dead_band=-0.1", ">= 0")),
-        ("stream", "finite", ("stream='finite'", "infinite", "shared")),
+        ("stream", "endless", ("stream='endless'", "infinite", "shared", "finite")),
         ("batch_sampler", "split", ("batch_sampler='split'", "refuse", "pool")),
         ("loss_reduction", "none", ("loss_reduction='none'", "mean", "sum")),
     ],

@@ -133,7 +133,7 @@ Case = tuple[Callable[[], LightningModule], Callable[[int, int], Any], dict[str,
 CASES: dict[str, Case] = {
     "streams": (
         Toy, lambda r, w: DataLoader(RankStream(r), batch_size=3), {},
-        ("IterableDataset", "stream='infinite'", "stream='shared'"),
+        ("IterableDataset", "stream='finite'", "stream='infinite'", "stream='shared'"),
     ),
     "streams of batches": (
         Toy, lambda r, w: DataLoader(RankStream(r, True), batch_size=None), {}, ("makes its own batches", "batch_size"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -261,3 +262,44 @@ def learned_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
 def test_the_first_allocation_after_a_resume_uses_learned_speeds(tmp_path: Path) -> None:
     """Another predictor class cannot use them and starts equal."""
     assert run_ranks(2, learned_job, str(tmp_path)) == [[(8, 8), (12, 4), (8, 8)]] * 2
+
+
+def known_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
+    """The first shares of fits, one after another, of which each may know what those before have learned."""
+    first: list[tuple[int, ...]] = []
+
+    def then(*, predictor: Any = "kalman", rebalance: bool = True, **options: Any) -> None:
+        policy = Given(predictor=predictor)
+        fit(rank, world, balanced(policy=policy, rebalance=rebalance), loader(BATCH // 2), **options)
+        first.append(policy.first)
+
+    with patch.dict("os.environ", LIGHTNING_HETERO_CACHE=folder):
+        then()
+        then()
+        then(predictor="ewma")  # cannot use them
+        then(precision="64-true")
+        then(rebalance=False)
+        (own,) = (path for path in Path(folder).iterdir() if path.stem.endswith(f"-{rank}"))
+        if rank == 1:
+            own.write_text(own.read_text().replace("0.1", "NaN"))
+        then()
+        then()
+    return first
+
+
+def test_a_fit_begins_with_the_shares_that_the_same_work_had_before(tmp_path: Path) -> None:
+    """Not at another precision or with another predictor, nor where one rank's speed is damaged."""
+    equal, known = (8, 8), (12, 4)
+    assert run_ranks(2, known_job, str(tmp_path)) == [[equal, known, equal, equal, equal, equal, known]] * 2
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing() -> None:
+    assert run_ranks(2, learned_twice) == [[(8, 8), (8, 8)]] * 2
+
+
+def learned_twice(rank: int, world: int) -> list[tuple[int, ...]]:
+    policies = [Given(), Given()]
+    for policy in policies:
+        fit(rank, world, balanced(policy=policy), loader(BATCH // 2))
+    return [policy.first for policy in policies]

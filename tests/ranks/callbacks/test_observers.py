@@ -76,8 +76,9 @@ def broken_monitor(rank: int, world: int, place: str, engine: str) -> tuple[int,
     here = rank == (0 if place in ("spent_together", "_values") else 1)
     with warnings.catch_warnings(record=True) as told, wrongs if here else nullcontext():
         warnings.simplefilter("always")
-        monitor = StragglerMonitor(every_n_steps=5)
-        trainer = rank_trainer(rank, world, strategy, callbacks=[monitor, HeteroTrace("trace")], max_epochs=3)
+        monitor = StragglerMonitor()
+        trace = HeteroTrace("trace")
+        trainer = rank_trainer(rank, world, strategy, callbacks=[monitor, trace], max_epochs=3, log_every_n_steps=5)
         trainer.fit(Toy(), DataLoader(regression(80), batch_size=4))
     return trainer.global_step, [str(w.message) for w in told if "observes no more" in str(w.message)]
 

@@ -66,7 +66,7 @@ def watched(rank: int, world: int, tensor: int, folder: Path) -> tuple[Any, Any,
     kept, parts = Kept(), world // tensor
     throttle = partial(Throttle, sleep=lambda seconds: None)
     callbacks = [
-        StragglerMonitor(every_n_steps=1, prog_bar=False), HeteroTrace(str(folder)), BatchRebalancer(Scripted()),
+        StragglerMonitor(), HeteroTrace(str(folder)), BatchRebalancer(Scripted()),
         ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
         ThrottleCallback(Scenario(sample_s=1e-3, mem_samples=[6] * tensor), throttle=throttle),
     ]  # fmt: skip

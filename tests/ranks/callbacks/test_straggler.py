@@ -129,8 +129,8 @@ def fit(
 
 
 def monitor_job(rank: int, world: int) -> tuple[Seen, Seen]:
-    one, _ = fit(rank, world, balanced(), StragglerMonitor(every_n_steps=2))
-    stock, _ = fit(rank, world, DDPStrategy(process_group_backend="gloo"), StragglerMonitor(every_n_steps=2))
+    one, _ = fit(rank, world, balanced(), StragglerMonitor(), log_every_n_steps=2)
+    stock, _ = fit(rank, world, DDPStrategy(process_group_backend="gloo"), StragglerMonitor(), log_every_n_steps=2)
     return one, stock
 
 
@@ -239,9 +239,10 @@ class Timed(Callback):
 
 def named_job(rank: int, world: int) -> list[tuple[list[str], list[tuple[int | None, dict[str, float]]]]]:
     def run(strategy: Any, **kwargs: Any) -> Any:
-        monitor = StragglerMonitor(every_n_steps=10, **kwargs)
+        monitor = StragglerMonitor(**kwargs)
         seen, _ = fit(
-            rank, world, strategy, monitor, Timed(monitor), max_epochs=1, data={"samples": 70 * BATCH}
+            rank, world, strategy, monitor, Timed(monitor), max_epochs=1, data={"samples": 70 * BATCH},
+            log_every_n_steps=10,
         )
         return seen.named, seen.calls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
-from lightning_hetero.emulate import Scenario
+from lightning_hetero.emulate import Fault, Scenario
 from lightning_hetero.record import read_events
 from tests.ranks.callbacks.kit import WARNINGS, Net, NoBackward, fit
 from tests.ranks.emulate.kit import Time
@@ -48,10 +49,10 @@ def test_the_memory_cap_is_met_in_the_training_step(tmp_path: Path) -> None:
             reached.append(batch_idx)
 
     model = Starts()
-    fit(tmp_path, [ThrottleCallback(CHANGING.cap(0, 4), throttle=Time().throttle)], model)
+    fit(tmp_path, [ThrottleCallback(replace(CHANGING, mem_samples=[4]), throttle=Time().throttle)], model)
     assert len(reached) == 6
     with pytest.raises(torch.OutOfMemoryError, match="rank 0 got 4 samples at step 0, its memory holds at most 3"):
-        fit(tmp_path, [ThrottleCallback(CHANGING.cap(0, 3), throttle=Time().throttle)], model)
+        fit(tmp_path, [ThrottleCallback(replace(CHANGING, mem_samples=[3]), throttle=Time().throttle)], model)
     assert reached[6:] == [0] and "training_step" not in vars(model)
 
 
@@ -89,7 +90,8 @@ def test_samples_are_counted_as_lightning_does(batch: Any, samples: int) -> None
 
 @WARNINGS
 def test_faults_end_a_fit_and_are_recorded(tmp_path: Path) -> None:
-    scenario = Scenario(sample_s=0.01, step_s=0.1).raise_at(rank=0, at_step=4)
+    scripted = Fault(step=4, rank=0, kind="exception")
+    scenario = Scenario(sample_s=0.01, step_s=0.1, faults=[scripted])
     with pytest.raises(RuntimeError, match="rank 0 at step 4"):
         fit(tmp_path, [HeteroTrace(), ThrottleCallback(scenario, throttle=Time().throttle)])
     *steps, fault = read_events(tmp_path / "hetero")[1:]

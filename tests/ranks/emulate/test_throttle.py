@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.emulate import Scenario
+from lightning_hetero.emulate import Fault, Scenario
 from lightning_hetero.emulate import throttle as throttle_module
 from lightning_hetero.emulate.throttle import Throttle
 from tests.ranks.emulate.kit import EMULATED, Time
@@ -134,7 +136,8 @@ def test_a_further_batch_of_a_step_ends_the_one_before() -> None:
 def test_faults_hit_their_rank_and_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
     monkeypatch.setattr(throttle_module.os, "kill", lambda pid, signal: killed.append("now"))
-    scenario = EMULATED.kill(1, 3).stall(1, 4, seconds=9.0).raise_at(1, 5).kill(0, 6)
+    own = [Fault(step=4, rank=1, kind="stall", stall_s=9.0), Fault(step=5, rank=1, kind="exception")]
+    scenario = replace(EMULATED, faults=own).kill(1, 3).kill(0, 6)
     time = Time()
     throttle = time.throttle(scenario, 1)
     for step in (0, 1, 2):
@@ -154,7 +157,8 @@ def test_faults_hit_their_rank_and_step_only(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_fault_comes_once_and_also_if_its_step_was_skipped() -> None:
     time = Time()
-    throttle = time.throttle(EMULATED.stall(0, 4, seconds=9.0), 0)
+    stall = Fault(step=4, rank=0, kind="stall", stall_s=9.0)
+    throttle = time.throttle(replace(EMULATED, faults=[stall]), 0)
     throttle.begin(2, samples=0)
     throttle.begin(7, samples=0)  # the rank was granted nothing in between
     assert time.sleeps == [9.0]
@@ -165,12 +169,13 @@ def test_a_fault_comes_once_and_also_if_its_step_was_skipped() -> None:
 
 
 def test_memory_cap() -> None:
-    throttle = Time().throttle(EMULATED.cap(1, 8), 1)
+    capped = replace(EMULATED, mem_samples={1: 8})
+    throttle = Time().throttle(capped, 1)
     throttle.begin(1, samples=9)
     throttle.hold(8)
     with pytest.raises(torch.OutOfMemoryError, match=r"rank 1 got 9 samples at step 1.*at most 8"):
         throttle.hold(9)
-    Time().throttle(EMULATED.cap(1, 8), 0).hold(9)
+    Time().throttle(capped, 0).hold(9)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -165,8 +165,8 @@ def test_parameters_and_states_are_those_before_an_average_that_was_broken_off()
 
 
 def test_batches_are_sized_again_for_those_that_are_left() -> None:
-    """A global batch that the user has named stays; who takes part is drawn among those that are there."""
-    strategy = {"policy": "lb-bsp", "global_batch_size": 12, "participation": 0.99}
+    """A global batch that the user has named stays."""
+    strategy = {"policy": "lb-bsp", "global_batch_size": 12}
     results = run_ranks(3, losing, 2, "batch", strategy, 0.0, False)
     (error, mine, first, _), (also, others, second, _), _ = results
     assert error == also == "" and mine.distance(others) == 0.0

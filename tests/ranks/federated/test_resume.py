@@ -40,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "again": {"policy": FedAvg(again=True)},
     "sizes": {"policy": Scripted()},
     "server": {"policy": FedAvg(again=True), "server": FedAvgM(lr=0.8, momentum=0.6), "proximal": 0.3},
-    "participation": {"policy": FedAvg(again=True), "participation": 0.5},
 }
 AT = ((0, 3), (1, 1), (1, 2))  # behind slot 2 and 5 of an epoch the ranks meet anyway, and behind the last
 
@@ -58,7 +57,7 @@ def job(rank: int, world: int, folder: str, name: str) -> list[tuple[Weights, li
     runs = [(weights(module), module.batches)]
     for file in ("0-3", "1-1", "1-2", "epoch-0"):
         torch.manual_seed(99)  # the global stream is elsewhere in a new process
-        again = {**case, "policy": type(case["policy"])(again=True) if name in ("again", "server", "participation")
+        again = {**case, "policy": type(case["policy"])(again=True) if name in ("again", "server")
                  else type(case["policy"])()}  # fmt: skip
         module, _ = fit(
             rank,

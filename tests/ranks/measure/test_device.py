@@ -56,7 +56,7 @@ def test_without_an_accelerator_the_host_is_in_use() -> None:
     host.here()()
     assert host.random_state() is None and host.host_bytes(3).shape == (3,)
     assert autocast_kinds()[:2] == ("cpu", "cuda")
-    assert host.widest_float() == torch.float64 and device_of("mps:0") is device_of("mps:0")
+    assert device_of("cpu:0") is device_of("cpu:0") and not device_of("mps:0").asynchronous
 
 
 def test_a_batch_is_page_locked_by_what_torchs_loader_uses() -> None:

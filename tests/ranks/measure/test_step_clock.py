@@ -211,6 +211,18 @@ class MeetingPeer(Peer):
         return nn.functional.mse_loss(self.net[3](hidden), y)
 
 
+class GatheringPeer(MeetingPeer):
+    """Gathers rows, through which gradients flow."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        del self.meeting
+        self.meeting = self.gathered  # type: ignore[assignment]
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        return torch.as_tensor(self.all_gather(hidden, sync_grads=True))[self.global_rank]
+
+
 def timed(rank: int, world: int, cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
     """Returns, per case, (compute_s, wait_s) of every step but the first."""
     results = []
@@ -238,6 +250,8 @@ def test_own_time_holds_no_waiting_for_a_slow_peer() -> None:
         (ManualPeer, ("backward",), {}),
         (MeetingPeer, ("forward",), {}),
         (MeetingPeer, ("backward",), {}),
+        (GatheringPeer, ("forward",), {}),
+        (GatheringPeer, ("backward",), {}),
         (Peer, ("forward", True), {}),
     ]
     fast, slow = run_ranks(2, timed, cases)

@@ -32,7 +32,7 @@ from tests.ranks.pipeline.variants import Branched, TwoCalls
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 must be a whole number >= 1"),
         ({"max_groups": 1.5}, ValueError, "max_groups=1.5 must be"),
         ({"depth": "deep"}, ValueError, "depth='deep' must be one of"),
-        ({"stream": "own"}, ValueError, "stream='own' must be one of"),
+        ({"stream": "finite"}, ValueError, "stream='finite' must be one of (None, 'shared'): one loader feeds all"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], error: type[Exception], reason: str) -> None:

@@ -51,8 +51,7 @@ class InForce(Callback):
 
 
 def woken(rank: int, world: int) -> list[list[int]]:
-    controller = LyapunovController(recheck=None)  # else it would be tried again, some time
-    strategy, noted = pipeline(WORK, controller=controller), InForce()
+    strategy, noted = pipeline(WORK, controller=LyapunovController()), InForce()
     callbacks = [ThrottleCallback(EMULATED), noted]
     fit(rank, world, Deep(), strategy, data=regression(16 * BATCHES), max_steps=BATCHES, callbacks=callbacks)
     return noted.ranks

@@ -64,12 +64,12 @@ class Noted(CSVLogger):
 
 def recorded(rank: int, world: int) -> tuple[Figures, list[Any]]:
     figures, folder = Figures(), Path.cwd() / "trace"
-    callbacks: list[Callback] = [StragglerMonitor(every_n_steps=2), HeteroTrace(str(folder)), figures]
+    callbacks: list[Callback] = [StragglerMonitor(), HeteroTrace(str(folder)), figures]
     # After the trace: it takes the events, too.
     waiting = Late(1, "middle", 3)
     waiting.on_train_epoch_end = lambda *_: None  # type: ignore[method-assign]
     trainer = rank_trainer(
-        rank, world, stale(), callbacks=[*callbacks, waiting], max_epochs=EPOCHS,
+        rank, world, stale(), callbacks=[*callbacks, waiting], max_epochs=EPOCHS, log_every_n_steps=2,
         logger=Noted(str(folder), figures),
     )  # fmt: skip
     with warnings.catch_warnings():

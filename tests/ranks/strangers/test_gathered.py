@@ -103,7 +103,9 @@ def contrasted(rank: int, world: int, engine: str) -> float:
     one, module = Contrast(), Contrast()
     kit.trainer(rank, world, "single", max_epochs=3).fit(one, DataLoader(data, batch_size=16))
     options = {"balanced": {**kit.UNEVEN}}
-    kit.trainer(rank, world, engine, options, max_epochs=3).fit(module, DataLoader(data, batch_size=8))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="self.all_gather of rows with gradients")
+        kit.trainer(rank, world, engine, options, max_epochs=3).fit(module, DataLoader(data, batch_size=8))
     return kit.difference(module, one)
 
 

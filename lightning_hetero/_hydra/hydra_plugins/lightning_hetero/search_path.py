@@ -65,9 +65,6 @@ class LightningHeteroSearchPath(SearchPathPlugin):
         if folders is not None:
             ours, own_command = folders
             mains = [Path((element.path or "").removeprefix("file://")) for element in search_path.get_path()]
-            paths = [f"file://{(ours / 'hetero').as_posix()}"]
-            if own_command not in mains:
-                paths = [f"file://{ours.as_posix()}", "hetero://old-names"]
-            for path in paths:
-                search_path.append(provider="lightning-hetero", path=path)
+            folder = ours / "hetero" if own_command in mains else ours
+            search_path.append(provider="lightning-hetero", path=f"file://{folder.as_posix()}")
         _register_names()

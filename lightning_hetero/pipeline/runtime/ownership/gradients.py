@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.one_round import Sum, start_sum
@@ -67,7 +66,6 @@ class GradientSync:
         groups.prepare(ownership.holders(name) for name in tensors)
         self._own = [tensors[name] for name in names]
         self._counted = {id(tensors[n]) for n in names if ownership.owners(n)[0] == ownership.rank}
-        self._widest = device_of(self._own[0].device).widest_float() if self._own else torch.float64
         floating = (tensor.dtype for tensor in self._own if tensor.is_floating_point())
         self._dtype = next(floating, torch.get_default_dtype())
 
@@ -209,7 +207,7 @@ class GradientSync:
         own = {i: p.grad for i, p in enumerate(parameters) if id(p) in self._counted and p.grad is not None}
         if own:
             norms = torch._foreach_norm([*own.values()], norm_type)
-            for i, norm in zip(own, torch.stack([n.to(self._widest) for n in norms]).tolist(), strict=True):
+            for i, norm in zip(own, torch.stack([n.to(torch.float64) for n in norms]).tolist(), strict=True):
                 found[i] = norm
         return found
 
