@@ -2,7 +2,7 @@
 
 One file per device, in the folder that the variable ``LIGHTNING_HETERO_CACHE`` names, or else in
 ``~/.cache/lightning_hetero``. It holds the predictor's state of the latest kinds of work. Where it cannot be written
-no file is kept, and a fit begins with equal shares, as it does where one device of the cluster is not known.
+no file is kept and a fit begins with equal shares, as it does where one device of the cluster is not known.
 """
 
 from __future__ import annotations
