@@ -24,7 +24,7 @@ def is_mean(reduce_op: object) -> bool:
     return reduce_op == dist.ReduceOp.AVG
 
 
-def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup) -> Tensor:
+def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup | None) -> Tensor:
     """Replaces ``value`` by ``sum_r w_r v_r / sum_r w_r`` over the group, in place, and returns it.
 
     With all weights zero it is the plain mean. Any shape; the arithmetic is float64.
@@ -42,7 +42,7 @@ def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup) -> Te
     return value
 
 
-def integer_mean_(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+def integer_mean_(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns the mean of an integer tensor over the group as a float64 tensor.
 
     Lightning sums the batch sizes of an epoch as integers and divides in integers: 2.6.6 logs 5.571 where 5.2 is

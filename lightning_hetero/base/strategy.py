@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch import distributed as dist
 
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, SharedSettings
 from lightning_hetero.base.checks import (
@@ -27,7 +28,7 @@ from lightning_hetero.base.checks import (
     naming_damage,
     naming_full_disk,
 )
-from lightning_hetero.base.metrics import gather_unequal
+from lightning_hetero.base.metrics import gather_unequal, integer_mean_, is_mean
 from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
@@ -259,6 +260,13 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     def waiting_for_peers(self) -> AbstractContextManager[None]:
         """Collectives that a step asks for, e.g. by ``self.log(..., sync_dist=True)``, are not this rank's work."""
         return nullcontext() if self._run is None else self._run.waiting()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Means of integers are exact."""
+        whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        if whole and is_mean(reduce_op) and dist.is_initialized():
+            return integer_mean_(tensor, group)
+        return super().reduce(tensor, group, reduce_op)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 

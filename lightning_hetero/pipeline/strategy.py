@@ -18,13 +18,11 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_controller, check_counts, check_flags
-from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.replans import Replan
@@ -335,14 +333,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             self._place.evaluation.finish()
 
     on_test_end = on_predict_end = on_validation_end
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Means of integers are exact. (What steps log is the same on all ranks already.)"""
-        if isinstance(tensor, Tensor) and is_mean(reduce_op) and not tensor.is_floating_point():
-            world = torch.distributed.group.WORLD if group is None else group
-            assert world is not None
-            return integer_mean_(tensor, world)
-        return super().reduce(tensor, group, reduce_op)
 
     @property
     def plan(self) -> PipelinePlan | None:

@@ -31,7 +31,7 @@ from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
-from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
+from lightning_hetero.base.metrics import is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
@@ -229,16 +229,10 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
             return self._reduce(tensor, group, reduce_op)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        if not (isinstance(tensor, Tensor) and is_mean(reduce_op) and dist.is_initialized()):
-            return super().reduce(tensor, group, reduce_op)
-        world = dist.group.WORLD if group is None else group
-        assert world is not None
-        if not tensor.is_floating_point():
-            return integer_mean_(tensor, world)
-        run = self._run
-        everyone = group in (None, dist.group.WORLD)
-        if everyone and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
-            return weighted_mean_(tensor, run.weight.local, world)
+        run, mean = self._run, isinstance(tensor, Tensor) and tensor.is_floating_point() and is_mean(reduce_op)
+        everyone = dist.is_initialized() and group in (None, dist.group.WORLD)
+        if mean and everyone and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
+            return weighted_mean_(tensor, run.weight.local, group)
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:

@@ -24,7 +24,6 @@ from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.join import Invitation, JoiningRank
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.base.nodes import gather_nodes
 from lightning_hetero.base.run import Binder, EngineRun
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
@@ -177,14 +176,9 @@ class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
         if not isinstance(tensor, Tensor) or self._alone:
             return tensor
         logged, base = "" if meetings is None else meetings.logged(), super().reduce
-        exact = is_mean(reduce_op) and not tensor.is_floating_point() and dist.is_initialized()
 
         def reduced() -> Any:
-            if not exact:
-                return base(tensor if meetings is None else tensor.clone(), group, reduce_op)
-            world = dist.group.WORLD if group is None else group
-            assert world is not None
-            return integer_mean_(tensor if meetings is None else tensor.clone(), world)
+            return base(tensor if meetings is None else tensor.clone(), group, reduce_op)
 
         return self._together(f"reduce {reduce_op} {tuple(tensor.shape)}{logged}", reduced)
 
