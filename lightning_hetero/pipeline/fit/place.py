@@ -179,7 +179,7 @@ class RankInPlan:
                 device=run.settings.device, group=group, wait=wait,
             )  # fmt: skip
         held.sync.close()
-        self._wires.prepare(self.planned.plan, ownership)
+        self._wires.prepare(self.planned.plan)
         self.held = Holdings(run, ownership, self._wires, self._optimized())
         self.group = None  # the runner is made anew, too
         self.follow(self.planned)
@@ -221,7 +221,7 @@ class RankInPlan:
             return 0
         self.refuse_changed()
         new = self.run.ownership_under(planned.plan)
-        self._wires.prepare(planned.plan, new)
+        self._wires.prepare(planned.plan)
         migration = Migration(
             self.run.module, self.run.optimizers, self.held.ownership, new, copies=self.copies,
             gradients=gradients, device=self.run.settings.device, group=self.run.channel.group,

@@ -163,16 +163,16 @@ def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> 
             name = step.backbone.names[0]
             return measure_whole(bodies, module=module, name=name, copies=copies, device=device), 1
         inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-        outside = measure_outside(
+        before, head, calls, first = measure_outside(
             bodies, cut=step.backbone.cut(), layers=layers,
             parameters=[p for p in module.parameters() if id(p) not in inside],
             buffers=[b for b in module.buffers() if id(b) not in inside], copies=copies, device=device,
         )  # fmt: skip
         model = profile_on_device(
-            layers, outside.first, names=step.backbone.names, device=device, copies=copies,
-            before=outside.before, head=outside.head, call=_computed_again if again else None,
+            layers, first, names=step.backbone.names, device=device, copies=copies,
+            before=before, head=head, call=_computed_again if again else None,
         )  # fmt: skip
-    return model, outside.calls
+    return model, calls
 
 
 def _move_outside(step: Rehearsal) -> None:

@@ -161,25 +161,16 @@ class Wires:
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
         self._timeout = settings.gloo_timeout
         self.gloo: dist.ProcessGroup | None = None
-        self._connect(plan)
-        self.direct = DirectWays(
-            self._pairs(plan), rank=channel.rank, backend=self._devices[channel.rank].backend,
-            timeout=settings.timeout, device=settings.device,
-        )  # fmt: skip
+        backend = self._devices[channel.rank].backend
+        self.direct = DirectWays(channel.rank, backend=backend, timeout=settings.timeout, device=settings.device)
         self.owners = OwnerGroups(channel.group, backend=settings.process_group_backend, timeout=settings.gloo_timeout)
+        self.prepare(plan)
 
-    def prepare(self, plan: PipelinePlan, ownership: Ownership) -> None:
-        """Makes what another plan needs; collective."""
-        self.owners.prepare(ownership.holders(name) for name in (*ownership.parameters, *ownership.buffers))
-        self.direct.prepare(self._pairs(plan))
-        self._connect(plan)
-
-    def _connect(self, plan: PipelinePlan) -> None:
+    def prepare(self, plan: PipelinePlan) -> None:
+        """Makes what a plan's stages need to send to one another; collective."""
+        self.direct.prepare(direct_pairs(self._devices, [group.ranks for group in plan.groups]))
         if self.gloo is None and any(len(group.ranks) > 1 for group in plan.groups):
             self.gloo = gloo_group(self._timeout)
-
-    def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
-        return direct_pairs(self._devices, [group.ranks for group in plan.groups])
 
     def close(self, *, failed: bool) -> None:
         self.owners.close(failed=failed)

@@ -31,7 +31,9 @@ def board(rank: int, name: str) -> FailureBoard:
 
 
 def ways_of(rank: int, pairs: list[tuple[int, int]]) -> DirectWays:
-    return DirectWays(pairs, rank=rank, backend="gloo", timeout=None, device=CPU)
+    ways = DirectWays(rank, backend="gloo", timeout=None, device=CPU)
+    ways.prepare(pairs)
+    return ways
 
 
 def values() -> list[Any]:
@@ -150,14 +152,13 @@ def trained(rank: int, world: int, plan: str) -> Any:
     with pytest.MonkeyPatch.context() as monkeypatch:
         made_direct(monkeypatch, rank)
         connected: list[int] = []
-        original = wires.DirectWays
+        prepare = DirectWays.prepare
 
-        def noted(pairs: Any, **options: Any) -> DirectWays:
-            ways = original(pairs, **options)
+        def noted(ways: DirectWays, pairs: Any) -> None:
+            prepare(ways, pairs)
             connected.append(len(ways.by_peer))
-            return ways
 
-        monkeypatch.setattr(wires, "DirectWays", noted)
+        monkeypatch.setattr(DirectWays, "prepare", noted)
         found, _ = fit(rank, world, Deep(), pipeline(plan), max_epochs=2, validate=True)
     assert connected == [1 if plan == "2x2" else 2]
     return found

@@ -128,10 +128,9 @@ class DirectWay:
 
 
 class DirectWays:
-    """All direct ways of a run; the constructor is collective over all ranks, whether they have one or not.
+    """All direct ways of a run.
 
     Args:
-        pairs: of source and target, sorted, the same on all ranks; see `direct_pairs`.
         rank: this process, global.
         backend, timeout: of the groups.
         device: of this rank.
@@ -140,18 +139,18 @@ class DirectWays:
         by_peer: this rank's.
     """
 
-    def __init__(
-        self, pairs: Sequence[tuple[int, int]], *, rank: int, backend: str, timeout: timedelta | None,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+    def __init__(self, rank: int, *, backend: str, timeout: timedelta | None, device: torch.device) -> None:
         self._rank, self._backend, self._timeout, self._device = rank, backend, timeout, device
         self._groups: dict[tuple[int, int], Any] = {}
         self._turn = threading.Lock()
         self.by_peer: dict[int, DirectWay] = {}
-        self.prepare(pairs)
 
     def prepare(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Makes the ways that are missing, and keeps the others; collective, as the constructor."""
+        """Makes the ways that are missing, and keeps the others; collective over all ranks.
+
+        Args:
+            pairs: of source and target, sorted, the same on all ranks; see `direct_pairs`.
+        """
         pairs = [pair for pair in pairs if pair not in self._groups]
         for pair in pairs:
             self._groups[pair] = make_group(sorted(pair), self._timeout, self._backend)

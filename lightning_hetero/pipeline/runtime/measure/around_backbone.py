@@ -42,24 +42,6 @@ class NeverCalledError(RuntimeError):
 _REPEATS = 3  # runs per size, whose median counts, after one that does not
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outside:
-    """What stands around the backbone.
-
-    Attributes:
-        before: the step up to its first call of the backbone; holds all parameters outside of the layers.
-        head: all the rest, loss included; several calls: what lies between them, too.
-        calls: of the backbone in one step.
-        first: by samples, how the layers are called in the first call, and what the first of them is handed, see
-            `Route.pack`.
-    """
-
-    before: LayerCost
-    head: LayerCost
-    calls: int
-    first: Mapping[int, tuple[Route, Any]]
-
-
 class _Seen(NamedTuple):
     """One size.
 
@@ -82,8 +64,12 @@ class _Seen(NamedTuple):
 def measure_outside(
     bodies: Sequence[tuple[int, Callable[[], Any]]], *, cut: BackboneCut, layers: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor], copies: Mapping[int, int], device: torch.device,
-) -> Outside:  # fmt: skip
+) -> tuple[LayerCost, LayerCost, int, dict[int, tuple[Route, Any]]]:  # fmt: skip
     """Measures the step outside of the backbone.
+
+    Returns what stands before the first call of the backbone, with all parameters outside of the layers; the head,
+    which is all the rest, loss and what lies between several calls included; the number of calls in one step; and by
+    samples, how the layers are called in the first one, and what the first of them is handed, see `Route.pack`.
 
     Gradients are None afterwards; what else a step changes is put back by a `Snapshot`.
 
@@ -124,7 +110,7 @@ def measure_outside(
         activation_bytes=last.kept_bytes[1] / last.samples,
     )  # fmt: skip
     first = {s.samples: (s.route, s.message) for s in seen}
-    return Outside(before=before, head=head, calls=last.calls, first=first)
+    return before, head, last.calls, first
 
 
 def measure_whole(
