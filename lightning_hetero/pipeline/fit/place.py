@@ -33,7 +33,7 @@ from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import changed_late, refuse_change, refuse_kept
 from lightning_hetero.pipeline.fit.wires import Emulation, RunOnRank, Wires
-from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, ScheduleOf, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.changes import Known, divide_anew
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
@@ -119,7 +119,9 @@ class RankInPlan:
         self._wires = Wires(run, planned.plan)
         self.logs = StepLogs(module, channel, wait=run.failures.wait)
         self.emulation = Emulation(run)
-        self.busy = self.emulation.paced(device)
+        self.busy = BusyTime(device)
+        if run.scenario is not None:
+            self.busy = EmulatedPace(device, run.scenario, channel.rank, step_of=run.scenario_step)
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | None = None
@@ -306,9 +308,11 @@ class RankInPlan:
         """
         if self.group is not None or not self.run.watched:
             return 0.0
-        scenario, stretch = self.run.scenario, self.emulation.stretch(step)
-        if scenario is not None and scenario.emulated:
-            return stretch
+        scenario, stretch = self.run.scenario, 1.0
+        if scenario is not None:
+            stretch = scenario.stretch(self.run.channel.rank, self.run.scenario_step(step))
+            if scenario.emulated:
+                return stretch
         if self._rest_probe is None:
             self._rest_probe = RestProbe(self.run.settings.device)
         return self._rest_probe.seconds() * stretch

@@ -20,7 +20,7 @@ from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
 from lightning_hetero.pipeline.decide.plans import check_plan
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace, SlowClock
+from lightning_hetero.pipeline.runtime.execute.pace import SlowClock
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
@@ -182,7 +182,7 @@ class Wires:
 
 
 class Emulation:
-    """Wraps what a rank computes and sends; leaves alone what is not emulated.
+    """Wraps what a rank sends; leaves alone what is not emulated.
 
     Args:
         run: of this rank.
@@ -196,13 +196,6 @@ class Emulation:
     def __init__(self, run: RunOnRank) -> None:
         self._run, self._rank = run, run.channel.rank
         self._links = run.settings.emulate_links
-
-    def paced(self, device: torch.device) -> BusyTime:
-        """Returns what adds up computations, and takes an emulated device's time for them."""
-        run = self._run
-        if run.scenario is None:
-            return BusyTime(device)
-        return EmulatedPace(device, run.scenario, self._rank, step_of=run.scenario_step)
 
     def clock(self, peer: int) -> LinkClock:
         """Returns what times that which comes from a neighbour, global rank."""
@@ -221,8 +214,3 @@ class Emulation:
         if not self._links:
             return migration.stage
         return slow(migration.stage, lambda: parcels_s(cluster, migration.sent_bytes), within=True)
-
-    def stretch(self, step: int) -> float:
-        """Returns how many times slower than in reality this rank is in a step."""
-        run = self._run
-        return 1.0 if run.scenario is None else run.scenario.stretch(self._rank, run.scenario_step(step))
