@@ -173,21 +173,15 @@ class PipeCost:
 
         Never too few, but where memory is short and there are few micro-batches.
         """
-        return self.pace(deadline_s)[0]
-
-    def pace(self, deadline_s: float) -> tuple[float, float]:
-        """Returns `most_samples`, at most `most`, and how many more are done per second from then on."""
         fixed_s, per_sample_s = self._fill
-        most, per_s = 0.0, 0.0
+        most = 0.0
         if deadline_s >= fixed_s:
             most = self._alone
             if (deadline_s - fixed_s) < per_sample_s * most:
-                most, per_s = (deadline_s - fixed_s) / per_sample_s, 1.0 / per_sample_s
+                most = (deadline_s - fixed_s) / per_sample_s
         for rate, at_zero in self._rates:
-            full = rate * deadline_s + at_zero
-            if full > most:
-                most, per_s = full, rate
-        return (most, per_s) if most < self.most else (self.most, 0.0)
+            most = max(most, rate * deadline_s + at_zero)
+        return min(most, self.most)
 
     def _steady(self) -> list[tuple[float, float]]:
         """Returns (samples per second, samples at time 0) of full micro-batches; of modes that are ever the best one.
