@@ -37,7 +37,7 @@ from lightning_hetero.controller.spending import Spending, Use
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.search import BatchTime, Judged
-from lightning_hetero.solvers.placement.shares import level, share
+from lightning_hetero.solvers.placement.shares import share
 from lightning_hetero.solvers.placement.sync import sync_s
 
 _ROUNDING = 1e-9
@@ -133,21 +133,6 @@ class Objective(BatchTime):
             return None
         judged = self._judged(pipes, shares, compute_s)
         return judged if judged.value < limit else None
-
-    def estimate(self, pipes: Sequence[Pipe], limit: float = math.inf) -> float:
-        """Returns about J, with fractional shares; ``inf`` if the structure does not fit or is not below ``limit``.
-
-        A lower bound of J where memory is not short: it shows which structures are worth judging.
-        """
-        problem = self.problem
-        alpha, gamma, rest = self._terms(pipes)
-        value = rest + min(gamma) * problem.samples
-        value += alpha * level([problem.cost(pipe) for pipe in pipes], problem.samples)
-        if value < limit:
-            value += alpha * sync_s(problem, pipes)
-        if value < limit:
-            value += alpha * self._migration.pause_s(problem, self.present, pipes) / self._horizon
-        return value if value < limit else math.inf
 
     def _table(self, pipe: Pipe) -> Floats:
         if pipe not in self._tables:
