@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_hetero.solvers.chain.layers import Floats
-from lightning_hetero.solvers.placement.pipe_cost import PipeCost
+from lightning_hetero.solvers.placement.pipes import PipeCost
 
 
 def priced_shares(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_hetero.solvers.minimax import deal, fractional_s
-from lightning_hetero.solvers.placement.pipe_cost import PipeCost
+from lightning_hetero.solvers.placement.pipes import PipeCost
 
 
 def share(costs: Sequence[PipeCost], samples: int) -> tuple[list[int], float]:
