@@ -35,9 +35,8 @@ from lightning_hetero.controller.priced_shares import priced_shares, times_of
 from lightning_hetero.controller.settings import HOUR_S, Budget, Resource
 from lightning_hetero.controller.spending import Spending, Use
 from lightning_hetero.solvers.chain.layers import Floats
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.search import BatchTime, Judged
-from lightning_hetero.solvers.placement.shares import share
 from lightning_hetero.solvers.placement.sync import sync_s
 
 _ROUNDING = 1e-9

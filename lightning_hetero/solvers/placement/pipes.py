@@ -7,7 +7,7 @@ but the last one of r, and
     T(n; u) = fill(u) + (m - 2) period(u) + period(r),     T(n; u) = fill(n) for n <= u,     T(n) = min over u.
 
 T never decreases in n: taking away the last sample leaves as many micro-batches or one less, none of them longer. Both
-matter to `shares`. ``period(r)`` is the bottleneck at size r, stretched as much as memory stretches that of full ones
+matter to `share`. ``period(r)`` is the bottleneck at size r, stretched as much as memory stretches that of full ones
 (see `chain`: where memory is short, fewer are in flight and the period is longer than the bottleneck).
 """
 
@@ -25,6 +25,7 @@ from lightning_hetero.solvers.chain.chain import DepthRule, DeviceChain, chain_o
 from lightning_hetero.solvers.chain.layers import Floats, Layers, fixed_and_per_sample, layers_of
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, stage_bytes, times
 from lightning_hetero.solvers.chain.split import split
+from lightning_hetero.solvers.minimax import deal, fractional_s
 from lightning_hetero.solvers.tied_layers import joined
 from lightning_hetero.types import Cluster, Link, ModelCost
 
@@ -352,3 +353,17 @@ def _longest(lines: Floats, most: float) -> list[tuple[float, float]]:
     while len(kept) > 1 and kept[-2][0] + kept[-2][1] * most >= kept[-1][0] + kept[-1][1] * most:
         del kept[-1]
     return kept
+
+
+def share(costs: Sequence[PipeCost], samples: int) -> tuple[list[int], float]:
+    """Returns the samples of each pipeline, one at least, so that the slowest is done early, and when that is [s].
+
+    None and ``inf`` if it cannot be. Exact: of all splits none is faster. It is `minimax`'s greedy, started where the
+    pipelines do all samples if fractions of micro-batches count.
+    """
+    ones, most = [1] * len(costs), [cost.most for cost in costs]
+    if not len(costs) <= samples <= sum(most) or min(most) < 1:
+        return [], math.inf
+    level_s = fractional_s(costs, samples, ones, most, start_s=max([cost.first_s for cost in costs]))
+    shares = deal(costs, level_s, samples, ones, most)
+    return shares, max([cost.seconds(n) for cost, n in zip(costs, shares, strict=True)])

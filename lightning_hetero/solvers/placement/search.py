@@ -21,8 +21,7 @@ from lightning_hetero.solvers.placement.neighbours import (
     count_structures,
     neighbours,
 )
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.shares import share
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
 _EXACT = 500  # structures that are judged one by one
