@@ -65,7 +65,6 @@ class Objective(BatchTime):
         self._per_time = spending.v / spending.reference_s
         self._migration, self._horizon = migration, horizon
         self._known = {} if known is None else known
-        self._pieces: dict[tuple[Resource, Pipe], float] = {}
         self._tables: dict[Pipe, Floats] = {}
 
     # ---- resources ----
@@ -83,18 +82,14 @@ class Objective(BatchTime):
         return Use(held + spending.rest_cost * (float(rates.sum()) - held), per_sample, 0.0)
 
     def _per_sample(self, resource: Resource, pipe: Pipe) -> float:
-        if (resource, pipe) not in self._pieces:
-            problem, cuts, ranks = self.problem, np.array(pipe.cuts), np.array(pipe.ranks)
-            if resource == "traffic":
-                value = 2.0 * float(problem.one.cut_sizes[cuts[1:]].sum()) if len(ranks) > 1 else 0.0
-            else:
-                size = problem.cost(pipe).size(problem.part(pipe.ranks))
-                work = np.diff(problem.work_s[:, cuts], axis=1)
-                work[:, 0] += problem.outside_s
-                busy_s = (work[0] / size + work[1]) / problem.speeds[ranks]
-                value = float(busy_s @ (self._spending.power_w - self._spending.idle_power_w)[ranks])
-            self._pieces[resource, pipe] = value
-        return self._pieces[resource, pipe]
+        problem, cuts, ranks = self.problem, np.array(pipe.cuts), np.array(pipe.ranks)
+        if resource == "traffic":
+            return 2.0 * float(problem.one.cut_sizes[cuts[1:]].sum()) if len(ranks) > 1 else 0.0
+        size = problem.cost(pipe).size(problem.part(pipe.ranks))
+        work = np.diff(problem.work_s[:, cuts], axis=1)
+        work[:, 0] += problem.outside_s
+        busy_s = (work[0] / size + work[1]) / problem.speeds[ranks]
+        return float(busy_s @ (self._spending.power_w - self._spending.idle_power_w)[ranks])
 
     # ---- J ----
 
