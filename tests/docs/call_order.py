@@ -153,12 +153,12 @@ def traced(engine: str) -> list[str]:
     Raises:
         ValueError: no batch has them.
     """
-    stops = set(STOPS[engine])
+    stops, missed = set(STOPS[engine]), set[str]()
     for _ in range(TRIES):
         batches = run_ranks(2, fit, engine)[0]
         if found := [batch for batch in batches if stops <= set(batch)]:
             return found[0]
-    missed = stops - {call for batch in batches for call in batch}
+        missed = stops - {call for batch in batches for call in batch}
     raise ValueError(f"{engine} does not call {sorted(missed)}, or not in one batch")
 
 

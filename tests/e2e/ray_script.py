@@ -76,8 +76,8 @@ def run(name, workers, **config):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=int(sys.argv[1]), include_dashboard=False)
+    ray.init("local", num_cpus=int(sys.argv[1]), include_dashboard=False)
     run("killed", 2)  # a worker is lost in the middle of an epoch
-    inside = sorted(Path("killed").glob("checkpoint_*"))[2]  # of step 12; 13 are an epoch
+    inside = sorted(Path("killed").absolute().glob("checkpoint_*"))[2]  # of step 12; 13 are an epoch
     run("others", int(sys.argv[1]), ckpt=str(inside / ReportSteps.CHECKPOINT_NAME))
     ray.shutdown()

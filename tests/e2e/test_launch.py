@@ -119,28 +119,36 @@ if __name__ == "__main__":
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# Cold: new Pythons throughout.
 WAYS: dict[str, list[str]] = {
     **{s: [s] for s in ("hetero_balanced", "hetero_balanced_fork", "hetero_balanced_forkserver", "object_spawn")},
-    "torchrun": ["object"],
-}
-COLD = ("torchrun", "object_spawn")  # new Pythons throughout; Popen's are, in `tests.e2e.test_examples`
+    "cold torchrun": ["object"], "cold spawn": ["object_spawn"],
+}  # fmt: skip
 FAULTS = [
     ("object", 1, "kill"), ("object", 0, "kill"), ("object", 1, "exception"), ("object", 0, "exception"),
     ("object_spawn", 1, "exception"),
 ]  # fmt: skip
+LONG = ("hetero_balanced_forkserver", "cold spawn", ("object", 0, "exception"))
 
 Runs = dict[Any, tuple[Path, Future[subprocess.CompletedProcess[str]]]]
 
 
+def marks(name: Any) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] * (name in LONG)
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All runs of the script, each in a folder of its own."""
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
+    """All runs of the script that this session's tests look at, each in a folder of its own."""
+    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
     jobs = {}
     for way, strategy in WAYS.items():
-        options = TORCHRUN if way == "torchrun" else ()
-        jobs[way] = ([*options, "script.py", *strategy], {"cold": way in COLD, "timeout_s": 300.0})
+        options = TORCHRUN if way == "cold torchrun" else ()
+        jobs[way] = ([*options, "script.py", *strategy], {"cold": way.startswith("cold"), "timeout_s": 300.0})
     for strategy, rank, kind in FAULTS:
         jobs[strategy, rank, kind] = (["script.py", strategy, str(rank), kind], {"timeout_s": 60.0})
+    jobs = {name: job for name, job in jobs.items() if name in wanted}
     folders = {name: tmp_path_factory.mktemp("run") for name in jobs}
     for folder in folders.values():
         (folder / "script.py").write_text(SCRIPT)
@@ -189,19 +197,20 @@ def expected() -> list[list[float]]:
 
 
 @pytest.mark.stock_ddp("spawn", "balanced")
-@pytest.mark.parametrize("way", WAYS)
-def test_every_launcher_trains_to_the_same_weights(runs: Runs, way: str) -> None:
-    folder, done = outcome(runs, way)
+@pytest.mark.parametrize("name", [pytest.param(way, marks=marks(way)) for way in WAYS])
+def test_every_launcher_trains_to_the_same_weights(runs: Runs, name: str) -> None:
+    folder, done = outcome(runs, name)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = ended(folder)
     # they come back to the process that called fit
     assert json.loads((folder / "parent0.json").read_text()) == ranks[0]["weights"]
 
 
-@pytest.mark.parametrize(("strategy", "rank", "kind"), FAULTS)
-def test_a_dying_rank_ends_the_job_with_the_cause(runs: Runs, strategy: str, rank: int, kind: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(fault, marks=marks(fault), id=str(fault)) for fault in FAULTS])
+def test_a_dying_rank_ends_the_job_with_the_cause(runs: Runs, name: tuple[str, int, str]) -> None:
     """Within the strategy's timeout of 20 s: `run` fails the test otherwise."""
-    folder, done = outcome(runs, (strategy, rank, kind))
+    _, rank, kind = name
+    folder, done = outcome(runs, name)
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert not (folder / "parent0.json").exists() and not (folder / f"rank{rank}.json").exists()

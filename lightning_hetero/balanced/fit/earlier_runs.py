@@ -2,7 +2,7 @@
 
 One file per device, in the folder that the variable ``LIGHTNING_HETERO_CACHE`` names, or else in
 ``~/.cache/lightning_hetero``. It holds the predictor's state of the latest kinds of work. Where it cannot be written
-there is none, and a fit begins with equal shares, as it does where one device of the cluster is not known.
+no file is kept and a fit begins with equal shares, as it does where one device of the cluster is not known.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EarlierRuns:
     def read(self) -> Learned | None:
         """Returns what was learned last from this kind of work; None: nothing, or nothing that can be used."""
         try:
-            predictor, state, guard = self._all()[self._work] if self._counts else None
+            predictor, state, guard = (self._all() if self._counts else {})[self._work]
             numbers = [x for value in state.values() for x in (value if isinstance(value, list) else [value])]
             sound = all(map(math.isfinite, [*numbers, *guard.values()]))
             return (predictor, state, guard) if sound else None

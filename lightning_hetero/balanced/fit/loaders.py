@@ -85,7 +85,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._announced: Sequence[Any] = ()
         self._several = False
         self._own = False  # whether parts are equal because data belong to their rank
-        # By batches of the epoch: the samples of each rank's finite stream that so many have used; the latest two.
+        # By batches of the epoch: the samples of each rank's own stream that so many have used; the latest two.
         self._used: dict[int, list[int]] = {}
         self._least = 1
         self._shapes = ShapeNeeds()
@@ -112,9 +112,8 @@ class BalancedBinder(PartBinder[_Balanced]):
             inside = compat.batches_trained(self._trainer) and not compat.last_batch_done(self._trainer)
             if inside and "restore" in vars(stock):  # of litData's, which the Trainer never lets come to its end
                 raise ValueError(
-                    f"the checkpoint was made in the middle of an epoch, and {type(stock).__name__} would begin each"
-                    " later epoch there, too, as it does under stock DDP: resume from a checkpoint made at the end of"
-                    " an epoch"
+                    f"the checkpoint was made in the middle of an epoch, and {type(stock).__name__} would begin later"
+                    " ones there, as under stock DDP: resume from a checkpoint made at the end of an epoch"
                 )
             if self._own:
                 check_own_batches(stock, self.equal, self._trainer, self._channel)
@@ -250,13 +249,13 @@ class BalancedBinder(PartBinder[_Balanced]):
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
         finite, done = self.settings.stream == "finite", compat.batches_trained(self._trainer)
-        if self.settings.stream == "infinite" and done:
-            said = "an infinite stream cannot be repositioned: the resumed run reads it from its start"
-            if hasattr(loader, "load_state_dict") and not compat.last_batch_done(self._trainer):
+        if len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
+            self._used = {done: used}
+        elif self.settings.stream == "infinite" and done and not compat.last_batch_done(self._trainer):
+            said = "an infinite stream cannot be repositioned on other ranks: the resumed run reads it from its start"
+            if hasattr(loader, "load_state_dict"):
                 raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
             rank_zero_warn(said)
-        if finite and len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
-            self._used = {done: used}
         bound = _Balanced(
             spec=spec, full=sizes.total, order=None, read_ahead=int(finite),  # see `RebatchedStream`
             unsized=finite or not hasattr(loader.dataset, "__len__"), sizes=sizes,
@@ -359,15 +358,16 @@ class BalancedBinder(PartBinder[_Balanced]):
         """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""
         if len(self._bound) == 1:
             part = super().open(step)
-            if self.settings.stream == "finite":
+            if (mode := self.settings.stream) in ("finite", "infinite"):
                 before = self._used.get(step) if step else [0] * len(part.shares)
-                if before is None:
+                if before is None and mode == "finite":
                     raise ValueError(
                         f"training goes on after {step} batches in the middle of an epoch, and it is not known how many"
                         " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on"
                         " as many ranks as then, or from one made at the end of an epoch"
                     )
-                self._used = {step: before, step + 1: [a + b for a, b in zip(before, part.shares, strict=True)]}
+                taken = part.shares if mode == "finite" else [n or part.dummy for n in part.shares]
+                self._used = {} if before is None else {step: before, step + 1: [*map(int.__add__, before, taken)]}
             return part
         taken = [(bound, bound.handed.take(step)) for bound in self._bound]
         if not (parts := {id(bound): part for bound, part in taken if part is not None}):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +172,28 @@ def test_a_process_takes_the_gpu_of_its_local_rank(launched: Any, monkeypatch: p
         strategy.check_settings(strategy.num_processes, strategy.num_nodes)
     strategy = on_gpus(TorchElasticEnvironment(), [0, 1], monkeypatch)
     with pytest.raises(ValueError, match="devices=2 in the Trainer, but torchrun has started 6"):
+        strategy.check_settings(strategy.num_processes, strategy.num_nodes)
+
+
+class RayLightningEnvironment(LightningEnvironment):
+    """Worker 1 of the 3 on its node, as Ray's own class of this name says it."""
+
+    creates_processes_externally = True  # type: ignore[assignment]
+
+    def local_rank(self) -> int:
+        return 1
+
+
+def test_under_ray_a_process_takes_the_device_that_ray_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, train, chosen = ModuleType("ray"), ModuleType("ray.train"), ModuleType("ray.train.torch")
+    ray.train, train.torch = train, chosen  # type: ignore[attr-defined]
+    train.get_context = lambda: SimpleNamespace(get_local_world_size=lambda: 3)  # type: ignore[attr-defined]
+    chosen.get_device = lambda: torch.device("cuda", 0)  # type: ignore[attr-defined]
+    for module in (ray, train, chosen):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for visible in ([0], [0, 1]):  # of which two workers share one
+        strategy = on_gpus(RayLightningEnvironment(), visible, monkeypatch)
+        assert (strategy.root_device, strategy.num_processes) == (torch.device("cuda", 0), 3)
         strategy.check_settings(strategy.num_processes, strategy.num_nodes)
 
 

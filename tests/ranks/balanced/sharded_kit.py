@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_hetero import ShardedBalancedStrategy
 from tests.ranks.kit import FEATURES, Scripted, Weights, quiet_trainer, rank_trainer, regression
@@ -119,7 +119,7 @@ class Program:
     trainer: dict[str, Any] = field(default_factory=dict)
     samples: int = 400
     batch: int = BATCH
-    data: Callable[[], Dataset] | None = None
+    data: Callable[[], TensorDataset] | None = None
     val: bool = False
     alone: Callable[[], LightningModule] | None = None
     callbacks: Sequence[Callable[[], Callback]] = ()

@@ -319,13 +319,13 @@ def test_mixed_precision(precision: str, where: str) -> None:
 def resume_job(rank: int, world: int) -> tuple[Weights, list[int], int, int]:
     module = Toy()
     wall = Wall(module, "forward", {1: 5}.get(rank))
-    fit, _, _ = fitted(rank, world, module, balanced(policy=None), max_epochs=1)
+    fit, _, _ = fitted(rank, world, module, balanced(policy=None))
     fit.save_checkpoint("half.ckpt")
     first, wall.failures = wall.failures, 0
     module, strategy = Toy(), balanced(policy=None)
     wall = Wall(module, "forward", {1: 5}.get(rank))
     count = Count()
-    second = rank_trainer(rank, world, strategy, callbacks=[count], max_epochs=EPOCHS)
+    second = rank_trainer(rank, world, strategy, callbacks=[count], max_epochs=2)
     second.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH // world, shuffle=True), ckpt_path="half.ckpt")
     return weights(module), count.samples, first, wall.failures
 
@@ -333,7 +333,7 @@ def resume_job(rank: int, world: int) -> tuple[Weights, list[int], int, int]:
 def test_a_resumed_run_knows_what_its_ranks_hold() -> None:
     outcomes = run_ranks(2, resume_job)
     expected = Toy()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    single(expected, regression(SAMPLES), BATCH, max_epochs=2)
     assert all(trained.distance(weights(expected)) <= EXACT for trained, *_ in outcomes)
     _, samples, first, again = outcomes[1]
     assert first >= 1 and again <= 1

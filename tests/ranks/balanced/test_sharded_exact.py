@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ranks.balanced import sharded_models as models
 from tests.ranks.balanced.sharded_kit import (
+    BATCH,
     Block,
     Deep,
     InOrder,
@@ -50,11 +53,11 @@ TWO: dict[str, Program] = {
     "sum": Program(models.Sum, AUTO | {"loss_reduction": "sum"}, CLIPPED, alone=models.HalfSum),
     "metrics": Program(models.Logs, val=True),
     "tail": Program(models.Poisoned, AUTO, **TAIL),
+    "no samples": Program(models.Poisoned, AUTO | {"min_samples": 0}, CLIPPED),
 }
 FOUR: dict[str, Program] = {
     "hybrid": Program(models.Hybrid, trainer=ACCUMULATED | CLIPPED),
     "tensor parallel": Program(models.TensorParallel, {"tensor_parallel_size": 2}, CLIPPED | ACCUMULATED),
-    "no samples": Program(models.Poisoned, AUTO | {"min_samples": 0}, CLIPPED),
     "no tokens": Program(models.Tokens, {"batch_weight": tokens_of}, ACCUMULATED, data=sequences),
 }
 MORE_TWO: dict[str, Program] = {
@@ -76,18 +79,35 @@ MORE_FOUR: dict[str, Program] = {
 }
 
 
+def first(rows: int, data: Callable[[], TensorDataset]) -> TensorDataset:
+    return TensorDataset(*data()[:rows])
+
+
+def shorter(program: Program) -> Program:
+    """Twenty steps of its fifty; a last batch that is not full stays so."""
+    rows = program.samples * 2 // 5 // BATCH * BATCH + program.samples % BATCH
+    return replace(program, data=partial(first, rows, program.data or partial(regression, program.samples)))
+
+
+# With --long all of them have fifty steps.
+LENGTHS = {False: 20, True: 50}
+TABLES: dict[tuple[int, bool], dict[str, Program]] = {
+    (2, False): {name: shorter(program) for name, program in TWO.items()} | {"auto": TWO["auto"]},
+    (4, False): {name: shorter(program) for name, program in FOUR.items()},
+    (2, True): TWO | MORE_TWO,
+    (4, True): FOUR | MORE_FOUR,
+}
+CASES = [
+    pytest.param(*group, name, id=f"{name}, {LENGTHS[group[1]]} steps", marks=[pytest.mark.long] if group[1] else [])
+    for group, table in TABLES.items()
+    for name in table
+]
+
+
 @cache
 def trained(world: int, long: bool) -> list[dict[str, Outcome | str]]:
     """Returns what all trainings of a group have left behind, by rank and name: one launch for all of them."""
     return run_ranks(world, on_ranks, TABLES[world, long], timeout_s=300)
-
-
-TABLES = {(2, False): TWO, (2, True): MORE_TWO, (4, False): FOUR, (4, True): MORE_FOUR}
-CASES = [
-    pytest.param(*group, name, id=name, marks=[pytest.mark.long] if group[1] else [])
-    for group, table in TABLES.items()
-    for name in table
-]
 
 
 @pytest.mark.parametrize(("world", "long", "name"), CASES)
@@ -104,7 +124,7 @@ def test_weights_are_those_of_one_process(world: int, long: bool, name: str) -> 
         if not isinstance(program.make(), models.Sum | models.Tokens):
             check_metrics(outcome, expected)
     steps = list(zip(*(outcome.samples for outcome in found), strict=True))
-    assert len(steps) >= 50
+    assert len(steps) >= LENGTHS[long]
     assert len(set(steps)) >= 5, "the shares have not changed, so the test shows nothing"
     if "tail" in name or name == "no samples":
         assert any(0 in step for step in steps)
@@ -147,8 +167,8 @@ class ByHand(models.Bf16):
 
 
 def in_bf16(rank: int, world: int) -> tuple[Weights, Weights, list[list[int]]]:
-    plain = regression(800, dtype=torch.float32)
-    data = TensorDataset(*plain.tensors, torch.arange(800))
+    plain = regression(320, dtype=torch.float32)
+    data = TensorDataset(*plain.tensors, torch.arange(320))
     ours, stock = Numbered(), ByHand()
     trainer = rank_trainer(rank, world, sharded(), max_epochs=1)
     trainer.fit(ours, DataLoader(data, batch_size=16 // world, sampler=InOrder(data)))

@@ -192,7 +192,7 @@ class ByHand(models.Parts, models.Plain):
 
 
 AUTO = {"shard": "auto"}
-short = partial(Program, samples=200)
+short = partial(Program, samples=136)
 FINDER = partial(LearningRateFinder, num_training_steps=8, update_attr=False)
 SCHEDULED = partial(GradientAccumulationScheduler, {0: 1, 1: 2})
 PROGRAMS: dict[str, Program] = {

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.ranks.data.indexed import refusal
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, balanced, rank_trainer, single, stale, weights
-from tests.ranks.resume_kit import EPOCHS, Noting, Result, Saver, check, data, fit, oracle
+from tests.ranks.resume_kit import EPOCHS, Noting, Result, Saver, check, data, fit, joined, oracle
 
 SAMPLES, BATCH = 96, 16  # 6 global batches, on 2 ranks
 STOPS = (1, 2)  # epoch, and the last batch of it before the checkpoint
@@ -163,21 +163,36 @@ class Endless(Stream):
         return cycle(super().__iter__())
 
 
-def endless(rank: int, world: int, folder: str) -> str:
-    def resumed_at(ckpt: str | None, *saver: Any) -> Any:
-        loader = state_loader(StateLoader, Endless())
-        return fit(
-            rank, world, balanced(stream="infinite"), loader, ckpt=ckpt, callbacks=list(saver), limit_train_batches=6
-        )
+def streamed(rank: int, world: int, folder: str) -> list[tuple[Result, Result]]:
+    """Of a stream that all ranks read, and of the ranks' own, the run that saves and the one that goes on."""
 
-    resumed_at(None, Saver(folder, [STOPS]))
+    def trained(dataset: Stream, mode: str, *, ckpt: str | None = None) -> Result:
+        loader, saver = state_loader(StateLoader, dataset), Saver(f"{folder}/{mode}", [STOPS])
+        return fit(
+            rank, world, balanced(stream=mode), loader, ckpt=ckpt, callbacks=[saver], limit_train_batches=6
+        )  # fmt: skip
+
+    at = "batch-1-2.ckpt"
+    kinds = ("shared", Stream), ("infinite", Endless)
+    return [(trained(of(), mode), trained(of(), mode, ckpt=f"{folder}/{mode}/{at}")) for mode, of in kinds]
+
+
+def without_place(rank: int, world: int, ckpt: str) -> str:
     with pytest.raises(ValueError) as refused:
-        resumed_at(f"{folder}/batch-1-2.ckpt")
+        loader = state_loader(StateLoader, Endless())
+        fit(rank, world, balanced(stream="infinite", global_batch_size=BATCH), loader, ckpt=ckpt)
     return str(refused.value)
 
 
-def test_an_endless_stream_behind_a_loader_with_a_state_does_not_resume_inside_an_epoch(tmp_path: Any) -> None:
-    for said in run_ranks(2, endless, str(tmp_path)):
+def test_streams_behind_a_loader_with_a_state_resume_at_the_next_sample(tmp_path: Any) -> None:
+    ranks = run_ranks(2, streamed, str(tmp_path))
+    whole, rest = ([rank[0][run] for rank in ranks] for run in range(2))
+    assert joined(whole) == [list(range(i, i + BATCH)) for _ in range(EPOCHS) for i in range(0, SAMPLES, BATCH)]
+    check(rest, (whole[0][0], joined(whole)), DONE, "resumed")
+    for _, ((_, before), (_, after)) in ranks:  # which samples a batch has depends on its shares
+        read = [i for batch in before[6:DONE] + after[: 2 * 6 - DONE] for i in batch]
+        assert read == list(islice(cycle(range(SAMPLES)), len(read)))
+    for said in run_ranks(3, without_place, str(tmp_path / "infinite" / "batch-1-2.ckpt")):
         assert "an infinite stream cannot be repositioned" in said and "torch.utils.data.DataLoader" in said
 
 

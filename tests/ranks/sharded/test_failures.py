@@ -75,7 +75,13 @@ def fit(rank: int, place: str, target: int, folder: str) -> None:
     Path(folder, f"screen-{rank}").write_text("finished")
 
 
-@pytest.mark.parametrize(("place", "target"), [("forward", 1), ("backward", 0), ("saving", 1), ("raises", 2), ("", 0)])
+@pytest.mark.parametrize(
+    ("place", "target"),
+    [
+        ("backward", 0), ("saving", 1), ("raises", 2),
+        pytest.param("forward", 1, marks=pytest.mark.long), pytest.param("", 0, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_all_ranks_end_with_the_cause(tmp_path: Path, place: str, target: int) -> None:
     processes = [process_context().Process(target=fit, args=(r, place, target, str(tmp_path))) for r in range(WORLD)]
     for process in processes:
