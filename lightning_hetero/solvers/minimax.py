@@ -68,6 +68,7 @@ def minimax(
     Raises:
         ValueError: a time below 0 or NaN, or a cost that decreases.
 
+    >>> from lightning_hetero.types import AffineCost
     >>> slow, fast = AffineCost(fixed_s=0.0, per_sample_s=3.0), AffineCost(fixed_s=0.0, per_sample_s=1.0)
     >>> minimax([fast, slow], total=8).shares
     (6, 2)
