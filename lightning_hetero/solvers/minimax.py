@@ -33,6 +33,7 @@ from lightning_hetero.types import Allocation, Cost, SaturatingCost, Status
 
 Ints: TypeAlias = Sequence[int]
 
+_BELOW = 1.0 - 1e-12  # of the total, which rounding may miss; all may be done long before the next rank begins
 _CLOSE = 1e-13  # of the total: rounding
 _MOST_TURNS = 200
 
@@ -189,7 +190,7 @@ def _level(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Int
 def fractional_s(
     costs: Sequence[Cost], total: float, low: Sequence[float], high: Sequence[float], *, start_s: float = 1.0
 ) -> float:
-    """Returns about when ``total`` samples are done, fractions counted [s]; ``inf`` if they never are.
+    """Returns about when ``total`` samples are done first, fractions counted [s]; ``inf`` if they never are.
 
     False position in a bracket that begins with a factor of 2, halved in every third turn: what is done may jump.
 
@@ -202,7 +203,7 @@ def fractional_s(
     ranks = list(zip(costs, low, high, strict=True))
 
     def surplus(at_s: float) -> float:
-        return math.fsum([min(max(c.most_samples(at_s), a), b) for c, a, b in ranks]) - total
+        return math.fsum([min(max(c.most_samples(at_s), a), b) for c, a, b in ranks]) - total * _BELOW
 
     early_s, less = 0.0, surplus(0.0)
     if less >= 0.0:
@@ -217,9 +218,10 @@ def fractional_s(
         while (less := surplus(early_s := 0.5 * late_s)) >= 0.0:
             late_s, more = early_s, less
     for turn in range(_MOST_TURNS):
-        at_s = early_s + (late_s - early_s) * (0.5 if turn % 3 == 2 else less / (less - more))
-        if not early_s < at_s < late_s:
+        middle_s, at_s = 0.5 * (early_s + late_s), early_s + (late_s - early_s) * (less / (less - more))
+        if not early_s < middle_s < late_s:
             break
+        at_s = at_s if turn % 3 < 2 and early_s < at_s < late_s else middle_s
         now = surplus(at_s)
         if abs(now) <= _CLOSE * total:
             return at_s
