@@ -22,7 +22,6 @@ PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 BOUNDED: dict[str, set[str]] = {
     "the device's own work, which waits for nobody": {
         "federated/fit/local_steps.py::LocalSteps.settle",
-        "measure/kinds.py::_MpsStamp.hold",
         "measure/step_clock.py::StepProbe.arm",
         "measure/step_clock.py::Stopwatch.wait",
         "measure/timer.py::Timer.seconds",
@@ -40,6 +39,7 @@ BOUNDED: dict[str, set[str]] = {
         "measure/link_probe.py::LinkProbe._settle",
         "pipeline/runtime/ownership/owner_groups.py::spread",
         "transport/side_channel.py::SideChannel.all_gather_row.wait",
+        "transport/side_channel.py::PartChannel.all_gather_row",
         "transport/side_channel.py::SideChannel.sum_async.wait",
     },
     "as the caller says, by default a process group's timeout": {
