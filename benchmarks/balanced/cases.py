@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from lightning_hetero.emulate import Scenario, SlowSpells
-from lightning_hetero.emulate.parts import as_changes
+from lightning_hetero.emulate.scenario import as_changes
 
 SPELLS = SlowSpells(probability=1 / 30, factor=6.0, steps=8)  # a quarter of the steps, as in `benchmarks.stale`
 PATTERN = (1.0, 1.0, 0.5, 0.25)

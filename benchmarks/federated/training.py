@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_hetero.data import partition_by_labels
 from lightning_hetero.data.loader import inspect_loader
 from lightning_hetero.demo import DigitsCNN, DigitsData
-from lightning_hetero.emulate.parts import SpeedChange
-from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.scenario import Scenario, SpeedChange
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBsp, RoundPolicy, ScaledLr
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder

@@ -17,8 +17,7 @@ from lightning_hetero import LyapunovController
 from lightning_hetero.controller.spending import Spending
 from lightning_hetero.pipeline.decide.plans import best_plan
 from lightning_hetero.solvers.placement import evaluate_plan
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.shares import share
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Cluster, PipelinePlan
 

@@ -27,8 +27,7 @@ from lightning_hetero.plan.estimate import EngineName, Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.paste import command, snippet
 from lightning_hetero.plan.planner import LEFT_OUT, Plan, plan
-from lightning_hetero.plan.recorded import setup_from_run
-from lightning_hetero.plan.setup import Setup
+from lightning_hetero.plan.setup import Setup, setup_from_run
 from lightning_hetero.plan.what_if import changed, usual_changes
 from lightning_hetero.types import Cluster
 

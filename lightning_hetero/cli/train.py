@@ -35,7 +35,7 @@ from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cli.command import CONF, start
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
-from lightning_hetero.cli.report import read_if_there, read_result, write_report
+from lightning_hetero.cli.report import RESULT_FILE, read_if_there, read_result, write_report
 from lightning_hetero.cli.screen import JobScreen
 from lightning_hetero.cli.summary import comparison_table, rank_table
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
@@ -44,9 +44,7 @@ from lightning_hetero.record.files import write_file
 from lightning_hetero.record.ledger import Tally, ledger_of, samples_in
 from lightning_hetero.record.run import run_of
 
-RESULT_FILE = "result.json"
 _LOG = logging.getLogger(__name__)
-"""The command's own configuration; groups for every app are in the top-level ``conf``, found by our Hydra plugin."""
 
 
 def new_folder(wanted: str) -> str:

@@ -6,7 +6,6 @@ follow one another as they were measured, again and again; nothing is assumed of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -15,7 +14,7 @@ from lightning_hetero.record.costs import RecordedCosts
 from lightning_hetero.shares import replay
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
-from lightning_hetero.solvers.minimax import least_float
+from lightning_hetero.solvers.minimax import fractional_s
 from lightning_hetero.types import AffineCost, Cost, SpeedSample
 
 OVERHEAD = 1.03  # of an update of the stale engine, over ranks that never wait: what its policy wastes or holds back
@@ -109,11 +108,7 @@ def least_s(costs: Sequence[Cost], total: float) -> float:
     >>> round(least_s([fast, slow], 8.0), 9), round(least_s([fast, fast], 8.0), 9)
     (8.0, 4.0)
     """
-
-    def is_done(deadline_s: float) -> bool:
-        return math.fsum(min(max(0.0, cost.most_samples(deadline_s)), total) for cost in costs) >= total
-
-    return least_float(is_done)
+    return fractional_s(costs, total, [0.0] * len(costs), [total] * len(costs))
 
 
 def ddp_s(costs: RecordedCosts, batch: int) -> float:

@@ -35,9 +35,8 @@ from lightning_hetero.controller.priced_shares import priced_shares, times_of
 from lightning_hetero.controller.settings import HOUR_S, Budget, Resource
 from lightning_hetero.controller.spending import Spending, Use
 from lightning_hetero.solvers.chain.layers import Floats
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.search import BatchTime, Judged
-from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
 _ROUNDING = 1e-9
@@ -66,7 +65,6 @@ class Objective(BatchTime):
         self._per_time = spending.v / spending.reference_s
         self._migration, self._horizon = migration, horizon
         self._known = {} if known is None else known
-        self._pieces: dict[tuple[Resource, Pipe], float] = {}
         self._tables: dict[Pipe, Floats] = {}
 
     # ---- resources ----
@@ -84,18 +82,14 @@ class Objective(BatchTime):
         return Use(held + spending.rest_cost * (float(rates.sum()) - held), per_sample, 0.0)
 
     def _per_sample(self, resource: Resource, pipe: Pipe) -> float:
-        if (resource, pipe) not in self._pieces:
-            problem, cuts, ranks = self.problem, np.array(pipe.cuts), np.array(pipe.ranks)
-            if resource == "traffic":
-                value = 2.0 * float(problem.one.cut_sizes[cuts[1:]].sum()) if len(ranks) > 1 else 0.0
-            else:
-                size = problem.cost(pipe).size(problem.part(pipe.ranks))
-                work = np.diff(problem.work_s[:, cuts], axis=1)
-                work[:, 0] += problem.outside_s
-                busy_s = (work[0] / size + work[1]) / problem.speeds[ranks]
-                value = float(busy_s @ (self._spending.power_w - self._spending.idle_power_w)[ranks])
-            self._pieces[resource, pipe] = value
-        return self._pieces[resource, pipe]
+        problem, cuts, ranks = self.problem, np.array(pipe.cuts), np.array(pipe.ranks)
+        if resource == "traffic":
+            return 2.0 * float(problem.one.cut_sizes[cuts[1:]].sum()) if len(ranks) > 1 else 0.0
+        size = problem.cost(pipe).size(problem.part(pipe.ranks))
+        work = np.diff(problem.work_s[:, cuts], axis=1)
+        work[:, 0] += problem.outside_s
+        busy_s = (work[0] / size + work[1]) / problem.speeds[ranks]
+        return float(busy_s @ (self._spending.power_w - self._spending.idle_power_w)[ranks])
 
     # ---- J ----
 
@@ -133,21 +127,6 @@ class Objective(BatchTime):
             return None
         judged = self._judged(pipes, shares, compute_s)
         return judged if judged.value < limit else None
-
-    def estimate(self, pipes: Sequence[Pipe], limit: float = math.inf) -> float:
-        """Returns about J, with fractional shares; ``inf`` if the structure does not fit or is not below ``limit``.
-
-        A lower bound of J where memory is not short: it shows which structures are worth judging.
-        """
-        problem = self.problem
-        alpha, gamma, rest = self._terms(pipes)
-        value = rest + min(gamma) * problem.samples
-        value += alpha * level([problem.cost(pipe) for pipe in pipes], problem.samples)
-        if value < limit:
-            value += alpha * sync_s(problem, pipes)
-        if value < limit:
-            value += alpha * self._migration.pause_s(problem, self.present, pipes) / self._horizon
-        return value if value < limit else math.inf
 
     def _table(self, pipe: Pipe) -> Floats:
         if pipe not in self._tables:

@@ -2,7 +2,7 @@
 
 Minimises ``alpha max_g T_g(n_g) + sum gamma_g n_g`` over n_g >= 1 that sum up to N. For a given deadline z the best is
 greedy: the cheapest group takes all it does by z, then the next. And the best deadline is some T_g(n): so all of them
-are tried at once, in arrays. Exact, since T_g never decreases. Where all gamma are equal it is `shares.share`'s
+are tried at once, in arrays. Exact, since T_g never decreases. Where all gamma are equal it is `pipes.share`'s
 problem.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_hetero.solvers.chain.layers import Floats
-from lightning_hetero.solvers.placement.pipe_cost import PipeCost
+from lightning_hetero.solvers.placement.pipes import PipeCost
 
 
 def priced_shares(

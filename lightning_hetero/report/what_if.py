@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.plan.planner import plan
-from lightning_hetero.plan.recorded import setup_from_run
-from lightning_hetero.plan.setup import Setup
+from lightning_hetero.plan.setup import Setup, setup_from_run
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts

@@ -24,20 +24,18 @@ from __future__ import annotations
 
 import heapq
 import math
-import struct
 import sys
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import TypeAlias
 
-from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost, Status
+from lightning_hetero.types import Allocation, Cost, SaturatingCost, Status
 
 Ints: TypeAlias = Sequence[int]
-_Line: TypeAlias = tuple[float, float, int, int]  # fixed_s, samples_per_s, lower, upper
 
-_LEAST, _MOST = 1e-100, 1e100  # slopes and fixed times of lines that floats can compare
-_BELOW = 1.0 - 1e-12  # of the fractional optimum: rounding gives no rank too much there
-_ENDLESS = 0x7FF0000000000000  # the place of infinity among the floats
+_BELOW = 1.0 - 1e-12  # of the total, which rounding may miss; all may be done long before the next rank begins
+_CLOSE = 1e-13  # of the total: rounding
+_MOST_TURNS = 200
 
 
 def minimax(
@@ -71,6 +69,7 @@ def minimax(
     Raises:
         ValueError: a time below 0 or NaN, or a cost that decreases.
 
+    >>> from lightning_hetero.types import AffineCost
     >>> slow, fast = AffineCost(fixed_s=0.0, per_sample_s=3.0), AffineCost(fixed_s=0.0, per_sample_s=1.0)
     >>> minimax([fast, slow], total=8).shares
     (6, 2)
@@ -97,7 +96,7 @@ def minimax(
     for i, cost in enumerate(costs):
         if type(cost) is SaturatingCost:
             lines[i], floor_s = cost.line, max(floor_s, cost.floor_s)
-    level_s, bound_s = _level_of_lines(lines, total, lower, upper) or _level(lines, total, lower, upper, low, high)
+    level_s, bound_s = _level(lines, total, lower, upper, low, high)
     shares = deal(lines, level_s, total, low, high, q)
     makespan_s = max(floor_s, float(max([line.seconds(x) for line, x in zip(lines, shares, strict=True)])))
     return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(max(floor_s, bound_s), makespan_s))
@@ -174,73 +173,63 @@ def _quantum_clash(lower: Ints, upper: Ints, low: Ints, high: Ints, total: int, 
     return f"with bounds tightened to multiples of quantum={q}, {reason}, or lower quantum" if reason else ""
 
 
-def _level_of_lines(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints) -> tuple[float, float] | None:
+def _level(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints) -> tuple[float, float]:
     """Returns the deadline at which fractional shares sum to ``total`` [s], and their makespan [s].
 
-    None where costs are no lines, or such that floats are too coarse for this.
-
-    Pegging as in `apportion`: the free ranks finish together; while that breaks bounds, fix the ranks on the
-    side (too little, too much) that is off by more. The makespan is later only through lower bounds.
+    The makespan is later only through lower bounds.
     """
-    free: list[_Line] = []
-    for cost, a, b in zip(costs, lower, upper, strict=True):
-        if type(cost) is not AffineCost:  # a subclass may override seconds()
-            return None
-        if not (_LEAST <= cost.per_sample_s <= _MOST and cost.fixed_s <= _MOST):
-            return None
-        free.append((cost.fixed_s, 1.0 / cost.per_sample_s, a, b))
-    left = float(total)
-    level = pegged_s = 0.0
-    while free:
-        rates = [r for _, r, _, _ in free]
-        level = (left + math.fsum([f * r for f, r, _, _ in free])) / math.fsum(rates)
-        lack = excess = 0.0
-        below: list[_Line] = []
-        above: list[_Line] = []
-        between: list[_Line] = []
-        for rank in free:
-            f, r, a, b = rank
-            v = (level - f) * r
-            if v < a:
-                lack += a - v
-                below.append(rank)
-            elif v > b:
-                excess += v - b
-                above.append(rank)
-            else:
-                between.append(rank)
-        if not below and not above:
-            return level, max(level, pegged_s)
-        pegged, others, bound = (below, above, 2) if lack >= excess else (above, below, 3)
-        left -= sum([rank[bound] for rank in pegged])
-        pegged_s = max(pegged_s, *[rank[0] + rank[bound] / rank[1] for rank in pegged])
-        free = between + others
-    return level, pegged_s
-
-
-def _level(costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints) -> tuple[float, float]:
-    """Returns the same for any costs, by bisection over all floats."""
     due = [c.seconds(x) for c, x in zip(costs, lower, strict=True)]
     if not all([t >= 0.0 for t in due]):  # NaN is refused too
         raise ValueError(f"costs take {due} s for lower={lower}: times must be numbers >= 0")
     if any([c.seconds(b) < c.seconds(a) for c, a, b in zip(costs, low, high, strict=True)]):
         raise ValueError("a cost's seconds() decreases with samples: the search needs non-decreasing costs")
-
-    def is_filled(deadline_s: float) -> bool:
-        limits = zip(costs, lower, upper, strict=True)
-        return math.fsum([min(max(c.most_samples(deadline_s), a), b) for c, a, b in limits]) >= total * _BELOW
-
-    level_s = least_float(is_filled)
+    level_s = fractional_s(costs, total, lower, upper, start_s=max([c.seconds(total / len(costs)) for c in costs]))
     return level_s, max([level_s, *due])
 
 
-def least_float(is_so: Callable[[float], bool]) -> float:
-    """Returns the least float >= 0 from which on something holds, inf if it never does: by bisection over floats."""
+def fractional_s(
+    costs: Sequence[Cost], total: float, low: Sequence[float], high: Sequence[float], *, start_s: float = 1.0
+) -> float:
+    """Returns about when ``total`` samples are done first, fractions counted [s]; ``inf`` if they never are.
 
-    def at(place: int) -> float:
-        return struct.unpack("<d", struct.pack("<q", place))[0]
+    False position in a bracket that begins with a factor of 2, halved in every third turn: what is done may jump.
 
-    return at(bisect_left(range(_ENDLESS), True, key=lambda place: is_so(at(place))))
+    Args:
+        costs: of which only `most_samples` is asked.
+        total: samples, of all ranks together.
+        low, high: of each rank's samples; the first ``low`` ones cost nothing here.
+        start_s: where to look first.
+    """
+    ranks = list(zip(costs, low, high, strict=True))
+
+    def surplus(at_s: float) -> float:
+        return math.fsum([min(max(c.most_samples(at_s), a), b) for c, a, b in ranks]) - total * _BELOW
+
+    early_s, less = 0.0, surplus(0.0)
+    if less >= 0.0:
+        return 0.0
+    late_s = start_s if 0.0 < start_s < math.inf else 1.0
+    more = surplus(late_s)
+    if more < 0.0:
+        while more < 0.0 and late_s < math.inf:
+            less, early_s, late_s = more, late_s, 2.0 * late_s
+            more = surplus(late_s)
+    else:
+        while (less := surplus(early_s := 0.5 * late_s)) >= 0.0:
+            late_s, more = early_s, less
+    for turn in range(_MOST_TURNS):
+        middle_s, at_s = 0.5 * (early_s + late_s), early_s + (late_s - early_s) * (less / (less - more))
+        if not early_s < middle_s < late_s:
+            break
+        at_s = at_s if turn % 3 < 2 and early_s < at_s < late_s else middle_s
+        now = surplus(at_s)
+        if abs(now) <= _CLOSE * total:
+            return at_s
+        if now > 0.0:
+            late_s, more = at_s, now
+        else:
+            early_s, less = at_s, now
+    return late_s
 
 
 def read_bounds(

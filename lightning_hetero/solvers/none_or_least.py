@@ -12,14 +12,18 @@ gets easier with D, so the least such D is found by bisection; within its k rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from lightning_hetero.solvers.minimax import infeasible, least_float, minimax, most_in_time, read_bounds
+from lightning_hetero.solvers.minimax import infeasible, minimax, most_in_time, read_bounds
 from lightning_hetero.types import Allocation, Cost
 
 Ints: TypeAlias = Sequence[int]
+
+_ENDLESS = 0x7FF0000000000000  # the place of infinity among the floats
 
 
 def minimax_none_or_least(
@@ -87,4 +91,13 @@ def _ranks_in_use(costs: Sequence[Cost], total: int, low: Ints, high: Ints, q: i
         return used if sum(most[i] for i in used) >= total else None
 
     early_s = max(c.seconds(a) for c, a in zip(costs, low, strict=True))
-    return in_use(max(early_s, least_float(lambda deadline_s: in_use(deadline_s) is not None)))
+    return in_use(max(early_s, _least_float(lambda deadline_s: in_use(deadline_s) is not None)))
+
+
+def _least_float(is_so: Callable[[float], bool]) -> float:
+    """Returns the least float >= 0 from which on something holds, inf if it never does: by bisection over floats."""
+
+    def at(place: int) -> float:
+        return struct.unpack("<d", struct.pack("<q", place))[0]
+
+    return at(bisect_left(range(_ENDLESS), True, key=lambda place: is_so(at(place))))

@@ -30,12 +30,12 @@ _NOTES = (
     " hetero_balanced, not under stock DDP.",
     "Waiting is a rank's time in a step less its own work and the exchange. The exchange is what the rank that comes"
     " last sees of it.",
-    "What if: the planner's answer for the recorded times (the balancing policy itself; ranks that never wait for the"
-    " stale engine; a pipeline's plan). Assumed unchanged: the exchange, and what a rank's samples cost it."
-    " What fewer or faster devices would give, the planner says of the same recording.",
+    "What other engines would take: the planner's answer for the recorded times (the balancing policy itself; ranks"
+    " that never wait for the stale engine; a pipeline's plan). Assumed unchanged: the exchange, and what a rank's"
+    " samples cost it. What fewer or faster devices would give, the planner says of the same recording.",
 )
 _PIPELINE_NOTE = (
-    "For a pipeline, what-if is its plan's model, multiplied by what batches took over what the model says of the plan."
+    "For a pipeline, that is its plan's model, multiplied by what batches took over what the model says of the plan."
 )
 _ONE_RANK = "there is one rank, which has no other to compare with"
 
@@ -55,7 +55,6 @@ _VIEWS = (
           "Who works, who waits, and what would an even split look like?"),
     _View("spent", "Where the time went", 1, views.spent,
           "How much of each rank's time is work, exchange and waiting, and for whom?"),
-    _View("what-if", "What if", 2, views.what_if, "What would another engine give?"),
     _View("course", "Over time", 1, views.course, "How did loss and throughput develop?"),
     _View("shares", "Shares and decisions", 1, views.shares, "What was decided, why, and did it help as expected?"),
     _View("scores", "Slow ranks, slow times", 2, views.scores, "Is it one rank, one stretch of time, or all of them?"),

@@ -18,7 +18,7 @@ from lightning_hetero.report.page import charts
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.markup import Markup, element
 from lightning_hetero.report.scores import late_between
-from lightning_hetero.report.verdict import begun, engine_name, milliseconds, others_text, percent, ranks_text
+from lightning_hetero.report.verdict import begun, milliseconds, percent, ranks_text
 
 Drawn: TypeAlias = tuple[str, Markup]
 """A view's answer and its drawing."""
@@ -143,7 +143,7 @@ def curves(runs: Sequence[tuple[str, RecordedRun]]) -> Drawn:
     return ". ".join(words or [nothing]) + ".", body
 
 
-# ---- who is slow, and what would help -------------------------------------------------------------------------
+# ---- who is slow, and what was decided -------------------------------------------------------------------------
 
 
 def scores(facts: RunFacts) -> Drawn:
@@ -172,23 +172,6 @@ def scores(facts: RunFacts) -> Drawn:
     body = element("p", "Seconds per item of work over the ranks' median; full colour from 1.5 on.") + drawing
     answer = ". ".join(map(begun, words)) or "Neither: all ranks take about as long per item of work, all along"
     return f"{answer}.{facts.shown}", body
-
-
-def what_if(facts: RunFacts) -> Drawn:
-    """Other engines."""
-    what = facts.alternatives
-    if what is None:
-        pipeline = "layers were not measured, so there is no model of the plan to ask"
-        few = "too few full global batches were recorded"
-        return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", Markup()
-    others = {n: s for n, s in what.engines.items() if n != what.engine and not math.isnan(s)}
-    rows = [(f"{engine_name(what.engine)}, measured", "idle", what.measured_s)]
-    rows += [(f"{engine_name(name)}, about", "work", seconds) for name, seconds in others.items()]
-    body = element("p", f"A global batch of {what.samples} samples:") + charts.bars(
-        [charts.Bar(name=name, parts=[(kind, s)], text=milliseconds(s)) for name, kind, s in rows],
-        label="time of a batch by engine",
-    )
-    return others_text(what) or f"A global batch took {milliseconds(what.measured_s)}.", body
 
 
 def shares(facts: RunFacts) -> Drawn:

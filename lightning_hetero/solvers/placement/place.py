@@ -10,7 +10,7 @@ communication-aware partitioning, groups. All formulas and the search are ours:
 
     structure      first ones (`starts`), then neighbours of the best so far (`search`, the controller's too)
     borders        drafted by even stages, the best drafts by `chain.split`
-    samples        exact for the pipelines at hand (`shares`)
+    samples        exact for the pipelines at hand (`pipes.share`)
 
 Nothing is drawn at random and ties are broken by rank, so that all ranks find the same plan.
 """
@@ -25,8 +25,7 @@ import numpy as np
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.chain.reasons import why_infeasible
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.shares import share
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.starts import best_found
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, Status

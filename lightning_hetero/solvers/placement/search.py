@@ -21,12 +21,11 @@ from lightning_hetero.solvers.placement.neighbours import (
     count_structures,
     neighbours,
 )
-from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.shares import level, share
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
 _EXACT = 500  # structures that are judged one by one
-_JUDGED, _SOLVED = 6, 3  # drafts of a round that are judged with whole samples; that are split
+_SOLVED = 3  # drafts of a round that are split
 _NEARLY = 1.1
 
 
@@ -57,17 +56,11 @@ class BatchTime:
 
     def judge(self, pipes: Pipes, limit: float = math.inf) -> Judged | None:
         """Returns the structure with its best shares; None if it does not fit, or is not faster than ``limit`` [s]."""
+        self.judged += 1
         shares, time_s = share([self.problem.cost(pipe) for pipe in pipes], self.problem.samples)
         time_s += sync_s(self.problem, pipes) if shares else 0.0
         rounded = float(f"{time_s:.8e}")  # the last bits of a machine decide nothing
         return Judged(rounded, pipes, tuple(shares), time_s) if rounded < limit else None
-
-    def estimate(self, pipes: Pipes, limit: float = math.inf) -> float:
-        """Returns the time with fractional shares [s], ``inf`` if it is not below ``limit``."""
-        self.judged += 1
-        time_s = level([self.problem.cost(pipe) for pipe in pipes], self.problem.samples)
-        time_s += sync_s(self.problem, pipes) if time_s < limit else 0.0
-        return time_s if time_s < limit else math.inf
 
     def accepts(self, new: Judged, old: Judged) -> bool:
         """Returns True: the time is all that counts."""
@@ -109,15 +102,12 @@ def better_structure(
     return best
 
 
-def _promising(objective: BatchTime, drawn: Sequence[Pipes], best: Judged) -> Iterator[Pipes]:
-    """Returns the drafts that seem best, the first few solved."""
+def _promising(objective: BatchTime, drawn: Sequence[Pipes], best: Judged) -> list[Pipes]:
+    """Returns the best drafts, and these solved."""
     limit = best.value * _NEARLY  # a draft may be worth more than it seems
-    guesses = sorted((objective.estimate(pipes, limit), i) for i, pipes in enumerate(drawn))
-    for place, (value, i) in enumerate(guesses[:_JUDGED]):
-        if value < math.inf:
-            if place < _SOLVED:
-                yield solved(objective.problem, drawn[i], best.pipes)
-            yield drawn[i]
+    judged = [objective.judge(pipes, limit) for pipes in drawn]
+    near = sorted([(one.value, i) for i, one in enumerate(judged) if one is not None])[:_SOLVED]
+    return [pipes for _, i in near for pipes in (solved(objective.problem, drawn[i], best.pipes), drawn[i])]
 
 
 def _new(drawn: Iterable[Pipes], seen: set[Pipes]) -> Iterator[Pipes]:
@@ -132,8 +122,6 @@ def _best(objective: BatchTime, now: Judged, structures: Iterable[Pipes], barred
     best = now
     for pipes in structures:
         if barred(pipes) or pipes == best.pipes:
-            continue
-        if not objective.problem.capped and objective.estimate(pipes, best.value) == math.inf:
             continue
         judged = objective.judge(pipes, best.value)
         if judged is not None and objective.accepts(judged, now):

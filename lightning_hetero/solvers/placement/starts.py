@@ -45,12 +45,12 @@ def best_found(problem: Problem, most_groups: int, *, budget: int | None = None)
     drafts = Drafts(problem, size)
     one_way_s: Floats = problem.latency_s + size * float(problem.one.cut_sizes.mean()) * problem.per_byte_s
     far_s: Floats = one_way_s + np.transpose(one_way_s)  # the round trip of a typical message between any two [s]
-    starts: dict[Pipes, float] = {}
+    starts: dict[Pipes, Judged | None] = {}
     for groups in _all_groupings(n, most_groups) if few else _some_groupings(problem, far_s, most_groups):
         pipes = _pipes(problem, drafts, groups, far_s)
         if pipes and pipes not in starts:
-            starts[pipes] = objective.estimate(pipes)
-    ranked = sorted([(time_s, pipes) for pipes, time_s in starts.items() if time_s < math.inf])
+            starts[pipes] = objective.judge(pipes)
+    ranked = sorted([(judged.value, pipes) for pipes, judged in starts.items() if judged is not None])
     most = budget if budget is not None else min(_MOST, max(_LEAST, _EFFORT // n))
     candidates, rounds = (_CANDIDATES, _ROUNDS) if few else (_PER_ROUND, max(1, most // _PER_ROUND))
     best: Judged | None = None

@@ -9,7 +9,7 @@ import pytest
 from lightning_hetero.cluster.spec import cluster_to_plain, equal_cluster
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.plan.planner import plan
-from lightning_hetero.plan.recorded import setup_from_run
+from lightning_hetero.plan.setup import setup_from_run
 from lightning_hetero.record.run import run_of
 from lightning_hetero.types import AffineCost, Event
 from tests.pure.plan.kit import model

@@ -127,11 +127,11 @@ RUNS = {
     "files missing": run_of(events_of([[(8, 1.0, 1.0), (8, 2.0, 0.0)]] * 20)[::2]),
 }
 SHOWN = {
-    "ddp": {"course", "timeline", "spent", "what-if", "scores"},
-    "balanced": {"course", "timeline", "spent", "what-if", "shares", "scores", "budget"},
-    "stale": {"course", "timeline", "spent", "what-if", "scores", "staleness"},
-    "pipeline": {"course", "timeline", "spent", "what-if", "pipeline"},
-    "many ranks": {"course", "timeline", "spent", "what-if", "scores"},
+    "ddp": {"course", "timeline", "spent", "scores"},
+    "balanced": {"course", "timeline", "spent", "shares", "scores", "budget"},
+    "stale": {"course", "timeline", "spent", "scores", "staleness"},
+    "pipeline": {"course", "timeline", "spent", "pipeline"},
+    "many ranks": {"course", "timeline", "spent", "scores"},
     "one rank": {"course", "spent"},
     "one step": {"timeline", "spent", "scores"},
     "no work measured": set[str](),

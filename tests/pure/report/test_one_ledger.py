@@ -15,7 +15,7 @@ from lightning_hetero.cli.summary import comparison_table, rank_table
 from lightning_hetero.cluster.engine_times import would_take_s
 from lightning_hetero.cluster.score import last_lines
 from lightning_hetero.plan.planner import plan
-from lightning_hetero.plan.recorded import setup_from_run
+from lightning_hetero.plan.setup import setup_from_run
 from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import Tally, ledger_of, samples_in, spent_together, waited_in
 from lightning_hetero.record.run import RecordedRun, run_of

@@ -50,7 +50,7 @@ class Page(HTMLParser):
 
 
 ALWAYS = {
-    "course", "timeline", "spent", "what-if", "shares", "scores", "pipeline", "staleness", "budget"
+    "course", "timeline", "spent", "shares", "scores", "pipeline", "staleness", "budget"
 }  # fmt: skip
 
 

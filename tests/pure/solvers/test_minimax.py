@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from lightning_hetero.solvers import minimax
+from lightning_hetero.solvers.minimax import fractional_s
 from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost, Status
 from tests.pure.solvers.costs import AFFINE, EVERYDAY, SATURATING, STAIRS, Stairs
 
@@ -268,3 +269,12 @@ def test_a_cost_that_decreases_is_refused_where_it_is_noticed() -> None:
 
     with pytest.raises(ValueError, match="decreases"):
         minimax([Falling(), Falling()], 8)
+
+
+@pytest.mark.parametrize("start_s", [1e-3, 3.0, 7.0, 50.0, 1e6])
+def test_all_may_be_done_long_before_another_rank_begins(start_s: float) -> None:
+    early, late = AffineCost(fixed_s=1.0, per_sample_s=1.0), AffineCost(fixed_s=100.0, per_sample_s=1.0)
+    found_s = fractional_s([early, late], 4.0, [0.0] * 2, [4.0] * 2, start_s=start_s)
+    assert found_s == pytest.approx(5.0, rel=1e-11)
+    flat = AffineCost(fixed_s=6.0, per_sample_s=0.0)  # does all at once
+    assert fractional_s([late, flat], 4.0, [0.0] * 2, [4.0] * 2, start_s=start_s) == pytest.approx(6.0, rel=1e-11)

@@ -1,8 +1,8 @@
 """The parameter server: parameters and optimizer state, and what happens to them (layer T).
 
     listener.events() -> ParameterServer.handle -> Membership, AnnouncedEpochs        who is there, what all agree on
-                                                -> Pushes -> Coordinator -> effects -> OpenBatch   sums, optimizers
-                                                                                    -> Answers     answers, versions
+                                                -> Pushes -> Coordinator -> effects -> OpenBatch   sums, optimizers,
+                                                                            versions and answers out
 
 The coordinator decides; this file takes events in and hands each to who knows about it. It has no clock (times are
 passed in, except for measuring its own work) and no socket.
