@@ -74,7 +74,7 @@ def minimax(
     >>> minimax([fast, slow], total=8).shares
     (6, 2)
     >>> split = minimax([fast, slow], total=8, upper=[5, 8])
-    >>> split.shares, split.makespan_s, split.lower_bound_s
+    >>> split.shares, split.makespan_s, round(split.lower_bound_s, 6)
     ((5, 3), 9.0, 9.0)
     >>> minimax([fast, slow], total=16, quantum=4).shares
     (12, 4)
