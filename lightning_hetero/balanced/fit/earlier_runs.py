@@ -12,6 +12,7 @@ import math
 import os
 import socket
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,38 +44,38 @@ class EarlierRuns:
 
     def __init__(self, trainer: Trainer, device: HostDevice, *, counts: bool) -> None:
         self.most: int | None = None
-        self._counts = counts
-        module = trainer.lightning_module
+        self._trainer, self._counts = trainer, counts
         name = device.identity() or f"{device.name()}-{trainer.local_rank}"
-        folder = Path(os.environ.get("LIGHTNING_HETERO_CACHE") or "~/.cache/lightning_hetero").expanduser()
+        folder = os.path.expanduser(os.environ.get("LIGHTNING_HETERO_CACHE") or "~/.cache/lightning_hetero")
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{socket.gethostname()}-{name}")
-        self._path = folder / f"{safe}.json"
+        self._path = Path(os.devnull if folder.startswith("~") else folder) / f"{safe}.json"  # ~: there is no home
+
+    @cached_property
+    def _work(self) -> str:
+        """Asked for once the module is set up: before that it may have no layers, or lazy ones."""
+        trainer, module = self._trainer, self._trainer.lightning_module
         emulated = [repr(c.scenario) for c in compat.trainer_callbacks(trainer) if isinstance(c, ThrottleCallback)]
         size = sum(p.numel() for p in module.parameters())
         work = type(module).__module__, type(module).__qualname__, size, trainer.precision, trainer.world_size
-        self._work = json.dumps([*work, *emulated])
+        return json.dumps([*work, *emulated])
 
     def _all(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            kept = json.loads(self._path.read_text(encoding="utf-8"))
-            return kept if isinstance(kept, dict) else {}
+        with suppress(OSError, TypeError, ValueError):
+            return dict(json.loads(self._path.read_text(encoding="utf-8")))
         return {}
 
     def read(self) -> Learned | None:
         """Returns what was learned last from this kind of work; None: nothing, or nothing that can be used."""
-        try:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
             predictor, state, guard = (self._all() if self._counts else {})[self._work]
             numbers = [x for value in state.values() for x in (value if isinstance(value, list) else [value])]
-            sound = all(map(math.isfinite, [*numbers, *guard.values()]))
-            return (predictor, state, guard) if sound else None
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return None
+            if all(map(math.isfinite, [*numbers, *guard.values()])):
+                return predictor, state, guard
+        return None
 
     def write(self, learned: Learned | None) -> None:
         """Keeps what was learned, if it rests on enough steps."""
         if learned is None or not self._counts or learned[1].get("updates", 0) < _LEAST:
             return
-        kept = self._all()
-        kept.pop(self._work, None)
-        kept[self._work] = learned
-        write_file(self._path, json.dumps(dict(list(kept.items())[-_MOST:])), told=False)
+        others = [(work, one) for work, one in self._all().items() if work != self._work]
+        write_file(self._path, json.dumps(dict([*others[1 - _MOST :], (self._work, learned)])), told=False)

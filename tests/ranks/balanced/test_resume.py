@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hetero import BalancePolicy
-from lightning_hetero.shares.policy import ShareDecision
+from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.shares.policy import Learned, ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced
@@ -303,3 +306,25 @@ def learned_twice(rank: int, world: int) -> list[tuple[int, ...]]:
     for policy in policies:
         fit(rank, world, balanced(policy=policy), loader(BATCH // 2))
     return [policy.first for policy in policies]
+
+
+def test_what_a_module_is_like_is_looked_at_when_it_is_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lazy layers have no size before; and a process without a home keeps nothing."""
+    monkeypatch.setenv("LIGHTNING_HETERO_CACHE", str(tmp_path))
+    module: Any = torch.nn.LazyLinear(2)
+    trainer: Any = SimpleNamespace(
+        lightning_module=module, local_rank=0, world_size=2, precision="32-true", callbacks=[]
+    )
+    earlier = EarlierRuns(trainer, device_of(torch.device("cpu")), counts=True)
+    module(torch.zeros(1, 3))
+    assert earlier.read() is None
+    learned: Learned = ("Kalman", {"updates": 9}, {"credit": 1.0})
+    earlier.write(learned)
+    assert earlier.read() == learned and len(list(tmp_path.iterdir())) == 1
+
+    monkeypatch.delenv("LIGHTNING_HETERO_CACHE")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    homeless = EarlierRuns(trainer, device_of(torch.device("cpu")), counts=True)
+    homeless.write(learned)
+    assert homeless.read() is None and len(list(tmp_path.iterdir())) == 1
