@@ -156,6 +156,9 @@ class BalancedRun(EngineRun[BalancedBinder]):
         return self._trained.want_wrapping(self._model)
 
     def resume(self, state: Mapping[str, Any]) -> None:
+        learned = state.get("policy")
+        if learned and not self.rebalancer.enabled:  # shares stay equal, whatever speeds the earlier run has learned
+            state = {**state, "policy": {**learned, "predictors": []}}
         self.binder.resume(state)
 
     def state_dict(self) -> dict[str, Any]:

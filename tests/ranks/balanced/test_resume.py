@@ -254,17 +254,18 @@ class Given(BalancePolicy):
 
 
 def learned_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
-    policies = [Given(), Given(), Given(predictor="ewma")]
+    policies = [Given(), Given(), Given(predictor="ewma"), Given()]
     saver = Saver(folder, [(1, 2)])
     fit(rank, world, balanced(policy=policies[0]), loader(BATCH // 2), callbacks=[saver])
-    for policy in policies[1:]:
-        fit(rank, world, balanced(policy=policy), loader(BATCH // 2), ckpt=f"{folder}/batch-1-2.ckpt")
+    for policy, rebalance in zip(policies[1:], (True, True, False), strict=True):
+        strategy = balanced(policy=policy, rebalance=rebalance)
+        fit(rank, world, strategy, loader(BATCH // 2), ckpt=f"{folder}/batch-1-2.ckpt")
     return [policy.first for policy in policies]
 
 
 def test_the_first_allocation_after_a_resume_uses_learned_speeds(tmp_path: Path) -> None:
-    """Another predictor class cannot use them and starts equal."""
-    assert run_ranks(2, learned_job, str(tmp_path)) == [[(8, 8), (12, 4), (8, 8)]] * 2
+    """Another predictor class cannot use them and starts equal; with rebalance=False shares are always equal."""
+    assert run_ranks(2, learned_job, str(tmp_path)) == [[(8, 8), (12, 4), (8, 8), (8, 8)]] * 2
 
 
 def known_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
