@@ -67,7 +67,7 @@ def size_trials(
     Raises:
         TypeError: a step waits for peers in a way that nothing stands for.
     """
-    from torch.distributed.checkpoint.state_dict import _init_optim_state  # takes long
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # takes long
 
     module = trainer.lightning_module
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
@@ -99,7 +99,7 @@ def size_trials(
     with ExitStack() as stack:
         for optimizer in new:
             stack.callback(optimizer.state.clear)
-            _init_optim_state(optimizer)  # its state needs memory, too
+            get_optimizer_state_dict(module, optimizer)  # makes its state, which needs memory, too
         stack.enter_context(compat.unlogged(module))
         for metric in compat.metrics_of(module):
             stack.enter_context(patched(metric, "distributed_available_fn", lambda: False))
