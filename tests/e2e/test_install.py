@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -19,9 +20,6 @@ import pytest
 from lightning_hetero import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", ".gitignore")
-FOLDERS = ("lightning_hetero", "conf")
-
 CHECKOUT = (ROOT, ROOT / "lightning_hetero" / "_hydra")  # what the editable install's .pth adds
 
 BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
@@ -117,18 +115,25 @@ def start(
     )
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel from a copy of the sources, so that nothing is written into the checkout."""
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
-    for name in FILES:
-        shutil.copy(ROOT / name, copy)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-c", BUILD, str(out)]
-    result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=100)
+def build(kind: str, sources: Path, out: Path) -> Path:
+    """Returns the file that hatchling builds from ``sources``."""
+    command = [sys.executable, "-c", BUILD.replace("build_wheel", f"build_{kind}"), str(out)]
+    result = subprocess.run(command, cwd=sources, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr
-    return next(out.glob("lightning_hetero-*.whl"))
+    return out / result.stdout.split()[-1]
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("sdist", ROOT, tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="session")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the unpacked source distribution, as installers do."""
+    folder = tmp_path_factory.mktemp("dist")
+    shutil.unpack_archive(sources, folder)
+    return build("wheel", folder / sources.name.removesuffix(".tar.gz"), folder)
 
 
 @pytest.fixture(scope="session")
@@ -169,12 +174,18 @@ def test_the_wheel_contains_every_config_the_plugin_the_licence_and_the_commands
     assert not any(name.startswith("lightning_hetero/_hydra") for name in names)
 
 
+def test_the_source_distribution_is_small_and_has_no_tests_or_results(sources: Path) -> None:
+    assert sources.stat().st_size < 1e6
+    with tarfile.open(sources) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    assert folders == {"lightning_hetero", "conf", "examples"}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "hatch_build.py", "pyproject.toml"} <= names
+
+
 def test_an_editable_install_adds_the_package_and_the_plugin_to_the_path(tmp_path: Path) -> None:
     """The two folders that a checkout is tried with below."""
-    command = [sys.executable, "-c", BUILD.replace("build_wheel", "build_editable"), str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stdout + result.stderr
-    archive = zipfile.ZipFile(next(tmp_path.glob("lightning_hetero-*.whl")))
+    archive = zipfile.ZipFile(build("editable", ROOT, tmp_path))
     (path_file,) = [name for name in archive.namelist() if name.endswith(".pth")]
     assert archive.read(path_file).decode().splitlines() == [str(path) for path in CHECKOUT]
     assert not any(name.endswith((".py", ".yaml")) for name in archive.namelist())
