@@ -1,4 +1,4 @@
-"""docs/overview.rst, the one page that Lightning's documentation takes from an integration: short, and its code runs."""
+"""docs/overview.rst, the page that Lightning's documentation takes from an integration: short, and its code runs."""
 
 from __future__ import annotations
 

@@ -27,12 +27,13 @@ LR, MOMENTUM = 0.7, 0.5  # of the server
 
 SCRIPT = """
 import json, os, signal, sys, time
+from functools import partial
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_hetero.federated.policy import FedAvg, FedAvgM
+from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.federated.kit import Plain, federated, own
 from tests.e2e.test_federated import BATCH, EPOCHS, LIVENESS_S, LR, MOMENTUM, PARTS, TAU
 
@@ -67,8 +68,9 @@ class Client(Plain):
 
 if "gate" in ASKED:
     gate(ASKED["gate"])
-strategy = federated(policy=FedAvg(again=True), local_steps=TAU, server=FedAvgM(lr=LR, momentum=MOMENTUM),
-                     min_clients=2, liveness_s=LIVENESS_S, monitor=True)
+server = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+strategy = federated(policy=FedAvg(again=True), local_steps=TAU, server=server, min_clients=2,
+                     liveness_s=LIVENESS_S, monitor=True)
 trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_epochs=EPOCHS, logger=False,
                   enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
 module = Client(momentum=0.9)

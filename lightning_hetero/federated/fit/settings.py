@@ -10,7 +10,7 @@ from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.server import ServerOptimizer
+from lightning_hetero.federated.runtime.server import ServerStep
 
 COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
 
@@ -36,7 +36,7 @@ class FederatedSettings:
     policy: RoundPolicy
     min_samples: int | Sequence[int] | None
     max_samples: int | Sequence[int] | None
-    server: ServerOptimizer | None
+    server: ServerStep | None
     proximal: float
     min_clients: int | None
     liveness_s: float

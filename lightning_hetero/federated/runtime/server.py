@@ -1,39 +1,54 @@
-"""What the server makes of the average of a round: the average itself, or a step towards it (layer T).
+"""What the server makes of the average of a round: a step of an optimizer from the last average towards it (layer T).
 
-    d = previous - average        the round's pseudo-gradient
-    FedAvgM   m <- beta m + d;                                       parameters = previous - lr m
-    FedAdam   m <- b1 m + (1 - b1) d;  v <- b2 v + (1 - b2) d^2;     parameters = previous - lr m / (sqrt v + eps)
+    previous - average      the round's pseudo-gradient, which stands for the gradient at ``previous``
 
-FedAvgM: Hsu, Qi and Brown (2019). FedAdam: Reddi et al. (ICLR 2021), without bias correction, as there. There is no
-server process: all ranks hold the same average and make the same step.
+With torch's SGD with momentum that is FedAvgM (Hsu, Qi and Brown, 2019), with its Adam FedAdam (Reddi et al., ICLR
+2021) with the bias corrected. There is no server process: all ranks hold the same average and make the same step.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-ServerName: TypeAlias = Literal["fedavgm", "fedadam"]
-
-
-def _number(name: str, value: Any, most: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
-        raise ValueError(f"{name}={value!r} must be a number >= 0" + (f" and < {most:g}" if most < math.inf else ""))
-    return float(value)
+ServerOptimizer: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
+"""Makes the server's optimizer for the parameters that it gets, e.g. ``partial(torch.optim.SGD, lr=1.0)``."""
 
 
-class ServerOptimizer(ABC):
-    """A step from the last average towards the new one; keeps what it needs between rounds."""
+class ServerStep:
+    """The server's optimizer, and what it keeps between rounds.
 
-    def __init__(self) -> None:
-        self._kept: dict[str, list[Tensor]] = {}
+    Args:
+        make: makes it.
 
-    @abstractmethod
+    Raises:
+        TypeError: ``make`` does not.
+    """
+
+    def __init__(self, make: ServerOptimizer) -> None:
+        tried = make([torch.zeros(1)]) if callable(make) else None
+        if not isinstance(tried, Optimizer):
+            raise TypeError(
+                f"server={make!r} must make an optimizer of the parameters that it gets, e.g."
+                " functools.partial(torch.optim.SGD, lr=1.0, momentum=0.9)"
+            )
+        self._make, self._told = make, repr(tried)
+        self.forget()
+
+    def settings(self) -> str:
+        """Returns the settings in words, for ranks to compare."""
+        return self._told
+
+    def forget(self) -> None:
+        """Begins again, in another fit."""
+        self._at: list[Tensor] = []
+        self._optimizer: Optimizer | None = None
+        self._restored: Mapping[str, Any] = {}
+
     def step(self, previous: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:
         """Replaces the average, in place.
 
@@ -41,93 +56,24 @@ class ServerOptimizer(ABC):
             previous: the parameters that all ranks began the round with.
             averaged: the average of what they have ended it with; the same shapes.
         """
+        if [at.shape for at in self._at] != [one.shape for one in averaged]:
+            self._at = [torch.empty_like(one) for one in averaged]
+            self._optimizer = self._make(self._at)
+        assert self._optimizer is not None
+        if self._restored:
+            self._optimizer.load_state_dict(dict(self._restored))
+            self._restored = {}
+        for at, before, after in zip(self._at, previous, averaged, strict=True):
+            at.copy_(before)
+            at.grad = before - after
+        self._optimizer.step()
+        for at, after in zip(self._at, averaged, strict=True):
+            after.copy_(at)
 
-    def _memory(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what is kept under a name, zeros at first, of the shapes and on the devices of ``like``."""
-        kept = self._kept.get(name, [])
-        if [t.shape for t in kept] != [t.shape for t in like]:
-            kept = [torch.zeros_like(t) for t in like]
-        self._kept[name] = [k.to(t.device) for k, t in zip(kept, like, strict=True)]
-        return self._kept[name]
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns what is kept between rounds; nothing before the first."""
+        return self._restored or ({} if self._optimizer is None else self._optimizer.state_dict())
 
-    def settings(self) -> str:
-        """Returns the settings in words, for ranks to compare."""
-        named = sorted((name, value) for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in named)})"
-
-    def forget(self) -> None:
-        """Begins again, in another fit."""
-        self._kept.clear()
-
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        """Returns what is kept between rounds."""
-        return dict(self._kept)
-
-    def load_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Restores `state_dict`."""
-        self._kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in state.items()}
-
-
-class FedAvgM(ServerOptimizer):
-    """Momentum on the server.
-
-    Args:
-        lr: of the server, >= 0.
-        momentum: in [0, 1).
-    """
-
-    def __init__(self, *, lr: float = 1.0, momentum: float = 0.9) -> None:
-        super().__init__()
-        self.lr, self.momentum = _number("lr", lr), _number("momentum", momentum, 1.0)
-
-    @torch.no_grad()
-    def step(self, previous: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:
-        for before, after, m in zip(previous, averaged, self._memory("momentum", averaged), strict=True):
-            m.mul_(self.momentum).add_(before - after)
-            after.copy_(before - self.lr * m)
-
-
-class FedAdam(ServerOptimizer):
-    """Adam on the server.
-
-    Args:
-        lr: of the server, >= 0.
-        betas: of the two moments, in [0, 1).
-        eps: degree of adaptivity, >= 0.
-    """
-
-    def __init__(self, *, lr: float = 0.01, betas: Sequence[float] = (0.9, 0.99), eps: float = 1e-3) -> None:
-        super().__init__()
-        self.lr, self.eps = _number("lr", lr), _number("eps", eps)
-        if len(betas) != 2:
-            raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
-        self.betas = tuple(_number("betas", beta, 1.0) for beta in betas)
-
-    @torch.no_grad()
-    def step(self, previous: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:
-        first, second = self.betas
-        moments = zip(self._memory("mean", averaged), self._memory("square", averaged), strict=True)
-        for before, after, (m, v) in zip(previous, averaged, moments, strict=True):
-            d = before - after
-            m.mul_(first).add_(d, alpha=1.0 - first)
-            v.mul_(second).addcmul_(d, d, value=1.0 - second)
-            after.copy_(before - self.lr * m / (v.sqrt() + self.eps))
-
-
-_KNOWN: dict[str, Callable[[], ServerOptimizer]] = {"fedavgm": FedAvgM, "fedadam": FedAdam}
-
-
-def server_by_name(given: ServerName | ServerOptimizer | None) -> ServerOptimizer | None:
-    """Returns the optimizer that was given, or a new one of that name with default settings.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: it is neither a name nor an optimizer.
-    """
-    if given is None or isinstance(given, ServerOptimizer):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(f"server={given!r} must be a ServerOptimizer, one of {tuple(_KNOWN)}, or None")
-    if given not in _KNOWN:
-        raise ValueError(f"server={given!r} must be one of {tuple(_KNOWN)}, a ServerOptimizer, or None")
-    return _KNOWN[given]()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`, at the next step."""
+        self._restored = state

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.federated.policy import FedAvg, FedAvgM
+from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.federated.kit import EXACT, SAMPLES, Plain, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, weights
@@ -154,7 +155,7 @@ def test_states_that_only_some_ranks_have_are_averaged_too() -> None:
 
 
 def served(rank: int, world: int) -> Weights:
-    strategy = federated(server=FedAvgM(lr=0.7, momentum=0.5), local_steps=2)
+    strategy = federated(server=partial(torch.optim.SGD, lr=0.7, momentum=0.5), local_steps=2)
     return weights(fit(rank, world, strategy, own(PARTS[rank], BATCH))[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from tests.ranks.harness import run_ranks
         ({"policy": "fast"}, "unknown policy 'fast'"),
         ({"min_samples": -1}, "min_samples=-1 must be a whole number >= 0"),
         ({"proximal": -0.1}, "proximal=-0.1 must be a finite number >= 0"),
-        ({"server": "sgd"}, "server='sgd' must be one of"),
     ],
 )
 def test_an_argument_out_of_range_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -35,9 +35,14 @@ def test_an_argument_out_of_range_is_refused(arguments: dict[str, Any], words: s
         FederatedStrategy(**arguments)
 
 
-def test_what_is_no_policy_is_refused() -> None:
+def test_what_is_no_policy_or_makes_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="policy=3 must be a name or a lightning_hetero"):
         FederatedStrategy(policy=3)  # type: ignore[arg-type]
+    for wrong in ("fedavgm", list):
+        with pytest.raises(TypeError, match=r"server=.* must make an optimizer of the parameters"):
+            FederatedStrategy(server=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="momentum"):
+        FederatedStrategy(server=partial(torch.optim.SGD, momentum=-1.0))
     assert isinstance(FederatedStrategy().policy, LbBsp)
 
 
