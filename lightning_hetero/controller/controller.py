@@ -101,7 +101,7 @@ class Controller:
         if estimates.furthest(self._costs.state, _SURE) > _STALE:
             self._costs.renew(self.plan)
         shares = [sum(of_group) for of_group in sizes]
-        self._spending.add(seen, shares, lambda resource: self._objective(pipes).use(resource, pipes))
+        self._spending.add(seen, sum(shares), [rank for pipe in pipes for rank in pipe.ranks])
         if warm and seen.batch_s > 0.0 and sum(shares) == self._forms.samples:
             self._trials.add(seen.batch_s, self._modelled_s(seen.generation))
         if self._plans.pending >= 0:

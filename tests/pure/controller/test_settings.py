@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_hetero import LyapunovController
 
-GIVEN = {"v": 30, "budget": {"money_per_sample": 1e-6, "energy_per_hour": 5}, "prices": [1, 2.5]}
+GIVEN = {"v": 30, "budget": {"money_per_sample": 1e-6, "money_per_hour": 5}, "prices": [1, 2.5]}
 
 
 def test_plain_frozen_and_picklable() -> None:
@@ -43,9 +43,9 @@ def test_built_by_jsonargparse_is_the_same() -> None:
 
 def test_budgets_are_read_by_name() -> None:
     budgets = LyapunovController(**GIVEN).budgets()
-    assert [(b.name, b.resource, b.per_hour, b.limit) for b in budgets] == [
-        ("energy_per_hour", "energy", True, 5.0),
-        ("money_per_sample", "money", False, 1e-6),
+    assert [(b.name, b.per_hour, b.limit) for b in budgets] == [
+        ("money_per_hour", True, 5.0),
+        ("money_per_sample", False, 1e-6),
     ]
 
 
