@@ -75,4 +75,4 @@ def test_bad_types_are_named(name: str, value: Any) -> None:
 
 def test_numbers_by_rank_must_be_as_many_as_ranks() -> None:
     with pytest.raises(ValueError, match="lists 2 ranks, but there are 3"):
-        LyapunovController(**GIVEN).each("prices", 3)
+        LyapunovController(**GIVEN).prices_of(3)
