@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 LossReduction = Literal["mean", "sum"]
 """What ``training_step`` returns of its batch's losses."""
@@ -68,44 +68,7 @@ class AffineCost:
         return AffineCost(fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaturatingCost:
-    """``T(b) = max(floor_s, fixed_s + per_sample_s * b)``: a device that small batches do not fill.
-
-    LB-BSP's cost of a GPU without its memory ("pairwise-linear"): flat below saturation, then linear.
-
-    Raises:
-        ValueError: a coefficient is negative or not finite.
-
-    >>> cost = SaturatingCost(floor_s=4.0, fixed_s=1.0, per_sample_s=0.5)
-    >>> cost.seconds(2), cost.seconds(8), cost.most_samples(4.0)
-    (4.0, 5.0, 6.0)
-    """
-
-    floor_s: float
-    fixed_s: float
-    per_sample_s: float
-
-    def __post_init__(self) -> None:
-        _check_seconds(self, "floor_s", "fixed_s", "per_sample_s")
-
-    @property
-    def line(self) -> AffineCost:
-        """What it costs above saturation."""
-        return AffineCost(fixed_s=self.fixed_s, per_sample_s=self.per_sample_s)
-
-    def seconds(self, samples: float) -> float:
-        return max(self.floor_s, self.fixed_s + self.per_sample_s * samples)
-
-    def most_samples(self, deadline_s: float) -> float:
-        return -math.inf if deadline_s < self.floor_s else self.line.most_samples(deadline_s)
-
-
-LearnedCost: TypeAlias = AffineCost | SaturatingCost
-"""What a predictor learns of a rank."""
-
-
-def _check_seconds(cost: AffineCost | SaturatingCost, *names: str) -> None:
+def _check_seconds(cost: AffineCost, *names: str) -> None:
     for name in names:
         value = getattr(cost, name)
         if not (math.isfinite(value) and value >= 0.0):

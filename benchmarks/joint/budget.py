@@ -46,7 +46,7 @@ def measure(quick: bool) -> dict[str, dict[str, list[float]]]:
         price_spikes(ranks, batches, rng, dwell=2 * DWELL * ranks),
         markov_speeds(ranks, batches, rng, dwell=2 * DWELL * ranks, factors=(1.0, 2.0), odds=(0.7, 0.3)),
     )
-    rates = Rates(prices=[1.0] * ranks, power_w=[0.0] * ranks, idle_power_w=[0.0] * ranks)
+    rates = Rates(prices=[1.0] * ranks)
     machine = Machine(model, cluster)
     free = simulate(
         LyapunovController().start(model, cluster, plan), machine, trace, plan, batches=batches, rates=rates

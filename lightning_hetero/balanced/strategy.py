@@ -20,7 +20,7 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
 
     Args:
         predictor: models a rank's time: ``"kalman"``, ``"narx"`` (it is told the host's load, too), ``"ewma"``,
-            ``"last"``, ``"curve"``, or a `Predictor`.
+            ``"last"``, or a `Predictor`.
         dead_band: relative gain of the predicted step time below which shares stay.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the

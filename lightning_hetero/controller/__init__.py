@@ -7,7 +7,7 @@ derivation and all formulas here are ours:
     measured      stages free of waiting, links                            `estimates`
     overspent     prices, and a virtual queue per constraint, with a bank  `spending`
     minimised     V T + sum of queues times use, migrations amortised      `objective`
-    each batch    samples per group, exact, free                           `priced_shares`
+    each batch    samples per group, exact, guarded                        `share_guard`
     on a change   structure, by tentative search                           `triggers`, `solvers.placement.search`
     afterwards    rolled back if measured worse than promised              `trials`
 

@@ -22,14 +22,11 @@ class LyapunovController(ControllerSettings):
     Args:
         v: V, weight of time against overspending [batches' budgets]: large is faster now and overspends longer. None:
             by the number of batches planned, so that the mean is within about 2% of the budget at the end.
-        budget: long-term means to keep: ``money_per_sample``, ``energy_per_sample`` [J], ``traffic_per_sample``
-            [bytes], ``money_per_hour``, ``energy_per_hour`` [J], ``traffic_per_hour`` [bytes]. One that is None is no
-            limit, and with no limit at all time alone counts.
+        budget: long-term means to keep: ``money_per_sample``, ``money_per_hour``. One that is None is no limit, and
+            with no limit at all time alone counts.
         bank: savings that are kept for later, at most [batches' budgets]; None: by the number of batches planned.
         prices: money per hour, of all ranks or by rank. 1.0: money is device hours.
-        power_w: of a rank that computes [W], of all or by rank.
-        idle_power_w: of a rank that is held and does not compute [W], of all or by rank.
-        rest_cost: part of price and idle power that is due for idle ranks, 0 to 1.
+        rest_cost: part of the price that is due for idle ranks, 0 to 1.
         structure: layers may move, and ranks may be idle; False: only samples per group are decided again.
         dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked
             at.

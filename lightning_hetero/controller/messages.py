@@ -50,7 +50,6 @@ class Observation:
         prices: money per hour by rank, from now on; ranks left out keep their price.
         micro_batches: sizes by group, if they were not the plan's (a short last batch).
         pause_s: training stood still for a migration just before this batch [s].
-        moved_bytes: that this migration sent.
     """
 
     batch: int
@@ -63,7 +62,6 @@ class Observation:
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
     micro_batches: Sequence[Sequence[int]] | None = None
     pause_s: float = 0.0
-    moved_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from lightning_hetero.checked import check_fields, is_list, mapping, optional, real
 
-Resource = Literal["money", "energy", "traffic"]
-
 HOUR_S = 3600.0
-_RESOURCES: tuple[Resource, ...] = ("money", "energy", "traffic")
-_BUDGETS = tuple(f"{resource}_per_{per}" for per in ("sample", "hour") for resource in _RESOURCES)
+_BUDGETS = ("money_per_sample", "money_per_hour")
 
 
 class Budget(NamedTuple):
-    """One constraint on a long-term mean: of ``resource``, ``limit`` per sample, or per hour."""
+    """One constraint on a long-term mean: money, ``limit`` per sample, or per hour."""
 
     name: str
-    resource: Resource
     per_hour: bool
     limit: float
 
@@ -39,16 +35,13 @@ class ControllerSettings:
     budget: Mapping[str, float | None] | None = None
     bank: float | None = None
     prices: float | Sequence[float] = 1.0
-    power_w: float | Sequence[float] = 1.0
-    idle_power_w: float | Sequence[float] = 0.0
     rest_cost: float = 0.0
     structure: bool = True
     dead_band: float = 0.03
 
     def __post_init__(self) -> None:
         check_fields(self, v=optional(partial(real, above=True)), budget=optional(_budget), bank=optional(real))
-        check_fields(self, prices=_one_or_each, power_w=_one_or_each, idle_power_w=_one_or_each)
-        check_fields(self, **dict.fromkeys(("rest_cost", "dead_band"), partial(real, most=1.0)))
+        check_fields(self, prices=_one_or_each, **dict.fromkeys(("rest_cost", "dead_band"), partial(real, most=1.0)))
         if type(self.structure) is not bool:
             raise TypeError(f"LyapunovController.structure={self.structure!r} must be true or false")
 
@@ -57,25 +50,23 @@ class ControllerSettings:
         found: list[Budget] = []
         for name, limit in (self.budget or {}).items():
             assert limit is not None  # `__post_init__` leaves these out
-            resource, _, per = name.partition("_per_")
-            found.append(Budget(name, cast("Resource", resource), per == "hour", limit))
+            found.append(Budget(name, name == "money_per_hour", limit))
         return tuple(found)
 
-    def each(self, name: Literal["prices", "power_w", "idle_power_w"], ranks: int) -> list[float]:
-        """Returns one number per rank of what may be given as one for all.
+    def prices_of(self, ranks: int) -> list[float]:
+        """Returns money per hour by rank.
 
         Raises:
             ValueError: a list of another length.
         """
-        value: float | tuple[float, ...] = getattr(self, name)
-        if not isinstance(value, tuple):
-            return [value] * ranks
-        if len(value) != ranks:
+        if not isinstance(self.prices, tuple):
+            return [cast("float", self.prices)] * ranks
+        if len(self.prices) != ranks:
             raise ValueError(
-                f"LyapunovController({name}=...) lists {len(value)} ranks, but there are {ranks}: give one number for"
-                " all, or one per rank"
+                f"LyapunovController(prices=...) lists {len(self.prices)} ranks, but there are {ranks}: give one number"
+                " for all, or one per rank"
             )
-        return list(value)
+        return list(self.prices)
 
 
 def _one_or_each(name: str, value: Any) -> float | tuple[float, ...]:

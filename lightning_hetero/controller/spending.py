@@ -12,13 +12,13 @@ where B = 0, savings are forgotten at once and money is left over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_hetero.controller.messages import Observation
-from lightning_hetero.controller.settings import HOUR_S, Budget, ControllerSettings, Resource
+from lightning_hetero.controller.settings import HOUR_S, Budget, ControllerSettings
 from lightning_hetero.solvers.placement.search import Judged
 
 _PART = 0.02  # of all batches: V and bank; an overspending of about that part is left at the end at most
@@ -30,17 +30,6 @@ class Weight(NamedTuple):
 
     budget: Budget
     queue: float
-
-
-class Use(NamedTuple):
-    """What a batch takes of a resource: per second, per sample of each group, and in any case."""
-
-    per_s: float
-    per_sample: tuple[float, ...]
-    fixed: float
-
-    def amount(self, seconds: float, shares: Sequence[int]) -> float:
-        return self.per_s * seconds + sum(c * n for c, n in zip(self.per_sample, shares, strict=True)) + self.fixed
 
 
 def queued(value: float, ratio: float, batches: float = 1.0, *, bank: float) -> float:
@@ -69,8 +58,7 @@ class Spending:
         v: V.
         queues: by constraint, Q.
         price_per_s: money per second by now, by rank.
-        power_w, idle_power_w: of a rank that computes, and of one that is held and does not compute, by rank.
-        rest_cost: part of price and idle power that is due for an idle rank.
+        rest_cost: part of the price that is due for an idle rank.
         reference_s: T_ref; to be set to the first plan's time.
     """
 
@@ -81,9 +69,7 @@ class Spending:
         self.v = least_v if settings.v is None else settings.v
         self._bank = settings.bank if settings.bank is not None else _V if part is None else max(1.0, part)
         self.queues = {budget.name: 0.0 for budget in self.budgets}
-        self.price_per_s = np.array(settings.each("prices", ranks)) / HOUR_S
-        self.power_w = np.array(settings.each("power_w", ranks))
-        self.idle_power_w = np.array(settings.each("idle_power_w", ranks))
+        self.price_per_s = np.array(settings.prices_of(ranks)) / HOUR_S
         self.rest_cost = settings.rest_cost
         self.reference_s = 1.0
 
@@ -103,28 +89,19 @@ class Spending:
                     changed.append(f"price of rank {rank} {before:g} -> {per_hour:g}")
         return changed
 
-    def add(self, seen: Observation, shares: Sequence[int], use_of: Callable[[Resource], Use]) -> None:
-        """Adds what a batch took to the queues.
+    def rate(self, ranks: Sequence[int]) -> float:
+        """Returns the money per second that these ranks cost, and the others at rest."""
+        held = float(self.price_per_s[list(ranks)].sum())
+        return held + self.rest_cost * (float(self.price_per_s.sum()) - held)
 
-        Args:
-            seen: the batch.
-            shares: its samples by group.
-            use_of: returns what a batch takes of a resource under the plan that it ran under.
-        """
-        seconds, samples = seen.batch_s + seen.pause_s, sum(shares)
+    def add(self, seen: Observation, samples: int, ranks: Sequence[int]) -> None:
+        """Adds what a batch of so many samples took, on these ranks, to the queues."""
+        seconds = seen.batch_s + seen.pause_s
         if not seconds > 0.0:
             return
         for budget in self.budgets:
-            use = use_of(budget.resource)
-            amount = use.amount(seconds, shares)
-            if budget.resource == "energy" and seen.work_s:
-                more_w = self.power_w - self.idle_power_w
-                work_j = sum(float(more_w[rank]) * work_s for rank, work_s in seen.work_s.items())
-                amount = use.per_s * seconds + work_j + use.fixed
-            if budget.resource == "traffic":
-                amount += seen.moved_bytes
             batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
-            ratio, value = budget.part(amount, samples, seconds), self.queues[budget.name]
+            ratio, value = budget.part(self.rate(ranks) * seconds, samples, seconds), self.queues[budget.name]
             self.queues[budget.name] = queued(value, ratio, batches, bank=self._bank)
 
     def saved(self, now: Judged | None, new: Judged) -> dict[str, float]:
@@ -132,7 +109,7 @@ class Spending:
         if now is None:
             return {}
         return {
-            b.name: b.part(now.amounts[b.resource] - new.amounts[b.resource], self._samples, now.time_s)
+            b.name: b.part(now.money - new.money, self._samples, now.time_s)
             for b in self.budgets
         }
 

@@ -6,7 +6,6 @@
 | ``narx`` | `Narx` | the same, corrected by a network that gets the host's load | hosts that others use, too |
 | ``ewma`` | `Ewma` | smoothed seconds per sample | baseline |
 | ``last`` | `LastValue` | last seconds per sample | baseline |
-| ``curve`` | `Curve` | flat below saturation, then linear | GPUs that small batches do not fill |
 
 `Predictor` is the interface; any instance of it may be passed where a name is accepted.
 """
@@ -16,20 +15,19 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from lightning_hetero.predictors.base import Predictor
-from lightning_hetero.predictors.curve import Curve
 from lightning_hetero.predictors.ewma import Ewma, LastValue
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.predictors.narx import Narx
 
-__all__ = ["Curve", "Ewma", "Kalman", "LastValue", "Narx", "Predictor", "PredictorName", "by_name"]
+__all__ = ["Ewma", "Kalman", "LastValue", "Narx", "Predictor", "PredictorName", "by_name"]
 
-PredictorName: TypeAlias = Literal["kalman", "narx", "ewma", "last", "curve"]
+PredictorName: TypeAlias = Literal["kalman", "narx", "ewma", "last"]
 
-_KNOWN: dict[str, type[Predictor]] = {"curve": Curve, "ewma": Ewma, "kalman": Kalman, "last": LastValue, "narx": Narx}
+_KNOWN: dict[str, type[Predictor]] = {"ewma": Ewma, "kalman": Kalman, "last": LastValue, "narx": Narx}
 
 
 def by_name(name: str) -> Predictor:
-    """Returns a new predictor with default settings: ``"kalman"``, ``"narx"``, ``"ewma"``, ``"last"`` or ``"curve"``.
+    """Returns a new predictor with default settings: ``"kalman"``, ``"narx"``, ``"ewma"`` or ``"last"``.
 
     Raises:
         ValueError: the name is unknown.

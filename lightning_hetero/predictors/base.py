@@ -9,7 +9,7 @@ from inspect import get_annotations
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from lightning_hetero.checked import real
-from lightning_hetero.types import LearnedCost
+from lightning_hetero.types import AffineCost
 
 Memory: TypeAlias = Mapping[str, float | int | list[float]]
 """Names and first values of what `Predictor.update` changes."""
@@ -82,7 +82,7 @@ class Predictor(ABC):
         """
 
     @abstractmethod
-    def cost(self) -> LearnedCost:
+    def cost(self) -> AffineCost:
         """Returns the current model; all coefficients are finite and >= 0.
 
         Raises:

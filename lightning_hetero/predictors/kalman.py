@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_hetero.predictors.base import Memory, Predictor, remembering
-from lightning_hetero.types import AffineCost, LearnedCost
+from lightning_hetero.types import AffineCost
 
 FIXED_SHARE = 0.15  # share of alpha in the time, assumed at the first measurement
 FIXED_SHARE_STD = 0.3  # uncertainty of that share, and the most it can ever become
@@ -169,7 +169,7 @@ class Kalman(Predictor):
         self.outlier_side = 0
         return True
 
-    def cost(self) -> LearnedCost:
+    def cost(self) -> AffineCost:
         if self._cost is None:
             self.check_ready()
             self._cost = AffineCost(fixed_s=self.alpha * self.unit_s, per_sample_s=self.beta * self.unit_s)

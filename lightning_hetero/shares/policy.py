@@ -24,7 +24,7 @@ from lightning_hetero.shares.decision import ShareDecision
 from lightning_hetero.shares.guard import RegretGuard
 from lightning_hetero.shares.items import WorkPerSample
 from lightning_hetero.solvers import minimax_none_or_least
-from lightning_hetero.types import Allocation, LearnedCost, SpeedSample
+from lightning_hetero.types import AffineCost, Allocation, SpeedSample
 
 __all__ = ["BalancePolicy", "ShareDecision"]
 
@@ -42,7 +42,7 @@ class BalancePolicy:
     """Predict, solve, dead band.
 
     Args:
-        predictor: how a rank's time is modelled: ``"kalman"``, ``"narx"``, ``"ewma"``, ``"last"``, ``"curve"`` or a
+        predictor: how a rank's time is modelled: ``"kalman"``, ``"narx"``, ``"ewma"``, ``"last"`` or a
             `Predictor` whose settings are copied for every rank.
         dead_band: shares move only if the slowest rank's predicted time falls by more than this fraction, and by more
             than the noise of the prediction.
@@ -294,7 +294,7 @@ class BalancePolicy:
         ready = all(p.ready for p in (*self._predictors, *self._meters))
         return None if ready else "not every rank was measured yet"
 
-    def _decide(self, costs: Sequence[LearnedCost]) -> ShareDecision:
+    def _decide(self, costs: Sequence[AffineCost]) -> ShareDecision:
         now_s = [cost.seconds(n) for cost, n in zip(costs, self.shares, strict=True)]
         slowest = max(range(len(now_s)), key=now_s.__getitem__)
         current_s = now_s[slowest]
@@ -381,6 +381,6 @@ class BalancePolicy:
         self._restored = (predictors, int(state.get("seen", 0)), state.get("guard", {}))
 
 
-def _batch_s(costs: Sequence[LearnedCost], shares: Sequence[int]) -> float:
+def _batch_s(costs: Sequence[AffineCost], shares: Sequence[int]) -> float:
     """Returns the predicted time of a batch [s]."""
     return max(cost.seconds(n) for cost, n in zip(costs, shares, strict=True))

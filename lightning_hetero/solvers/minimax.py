@@ -15,9 +15,6 @@ offers of a rank come in order. With K the number of quanta to be dealt out:
 (2) For any D, if the offers of time <= D are at most K, greedy takes all of them. So one may start from any shares
     within such a deadline. Here it is just below the fractional optimum, from which few quanta are missing; a heap
     deals these out.
-
-Saturating costs T_i(x) = max(c_i, L_i(x)) with lines L_i need no separate search. A rank pays its floor c_i for any
-x, so max_i T_i(x_i) = max(max_i c_i, max_i L_i(x_i)): **the split that is best for the lines is best for the costs.**
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from lightning_hetero.types import Allocation, Cost, SaturatingCost, Status
+from lightning_hetero.types import Allocation, Cost, Status
 
 Ints: TypeAlias = Sequence[int]
 
@@ -53,7 +50,6 @@ def minimax(
     increase strictly and no two ranks have offers of the same time; else not always, since greedy buys a
     cheap quantum even where a rank that is late anyway (a fixed cost, a flat piece) could hold it for
     nothing. Where costs are flat and equal, the lowest rank takes all it may: use bounds against that.
-    Where all costs are `AffineCost` or `SaturatingCost` it is greedy's on their lines, so floors do not tie.
 
     Args:
         costs: one per rank, non-decreasing, times >= 0 [s].
@@ -78,8 +74,6 @@ def minimax(
     ((5, 3), 9.0, 9.0)
     >>> minimax([fast, slow], total=16, quantum=4).shares
     (12, 4)
-    >>> minimax([SaturatingCost(floor_s=7.0, fixed_s=0.0, per_sample_s=1.0), slow], total=8).makespan_s
-    7.0
     >>> minimax([fast, slow], total=10, quantum=4).reason
     'total=10 is not a multiple of quantum=4: use 8 or 12'
     """
@@ -92,14 +86,10 @@ def minimax(
         reason = _quantum_clash(lower, upper, low, high, total, q)
     if reason:
         return infeasible(reason)
-    floor_s, lines = 0.0, list(costs)
-    for i, cost in enumerate(costs):
-        if type(cost) is SaturatingCost:
-            lines[i], floor_s = cost.line, max(floor_s, cost.floor_s)
-    level_s, bound_s = _level(lines, total, lower, upper, low, high)
-    shares = deal(lines, level_s, total, low, high, q)
-    makespan_s = max(floor_s, float(max([line.seconds(x) for line, x in zip(lines, shares, strict=True)])))
-    return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(max(floor_s, bound_s), makespan_s))
+    level_s, bound_s = _level(costs, total, lower, upper, low, high)
+    shares = deal(costs, level_s, total, low, high, q)
+    makespan_s = float(max([cost.seconds(x) for cost, x in zip(costs, shares, strict=True)]))
+    return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(bound_s, makespan_s))
 
 
 def deal(costs: Sequence[Cost], level_s: float, total: int, low: Ints, high: Ints, q: int = 1) -> list[int]:

@@ -20,7 +20,7 @@ from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.demo import DigitsCNN, DigitsData
-from lightning_hetero.predictors import Curve, Ewma
+from lightning_hetero.predictors import Ewma, LastValue
 from lightning_hetero.stale.decide.policy import Asp, Flexible, Saps, Ssp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,7 +165,7 @@ BALANCED, STALE = "strategy=hetero_balanced", "strategy=hetero_stale"
     [
         ([BALANCED], BalancePolicy()),
         ([BALANCED, "strategy.policy=predictive", "strategy.dead_band=0.1"], BalancePolicy(dead_band=0.1)),
-        ([BALANCED, "strategy.predictor=curve"], BalancePolicy(predictor=Curve())),
+        ([BALANCED, "strategy.predictor=last"], BalancePolicy(predictor=LastValue())),
         ([BALANCED, "strategy.policy={_target_:lightning_hetero.balanced.policy.BalancePolicy,warmup:9}"],
          BalancePolicy(warmup=9)),
         ([BALANCED, "strategy.predictor={_target_:lightning_hetero.predictors.Ewma,weight:0.3}"],

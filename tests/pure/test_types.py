@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.types import AffineCost, Allocation, Cost, LayerCost, SaturatingCost, Status
+from lightning_hetero.types import AffineCost, Allocation, Cost, LayerCost, Status
 
 
 def test_affine_is_fixed_plus_slope() -> None:
@@ -31,20 +31,11 @@ def test_a_slower_device_takes_so_many_times_the_time_and_as_many_bytes() -> Non
     )
 
 
-def test_saturating_is_the_greater_of_floor_and_line() -> None:
-    cost = SaturatingCost(floor_s=1.0, fixed_s=0.5, per_sample_s=0.25)
-    assert [cost.seconds(x) for x in (0, 2, 3, 10)] == [1.0, 1.0, 1.25, 3.0]
-    assert [cost.most_samples(t) for t in (0.99, 1.0, 3.0)] == [-math.inf, 2.0, 10.0]
-    assert cost.line == AffineCost(fixed_s=0.5, per_sample_s=0.25)
-    assert SaturatingCost(floor_s=1.0, fixed_s=2.0, per_sample_s=0.0).most_samples(1.5) == -math.inf
-
-
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((AffineCost, name) for name in ("fixed_s", "per_sample_s")),
-     *((SaturatingCost, name) for name in ("floor_s", "fixed_s", "per_sample_s"))],
-)  # fmt: skip
+    [(AffineCost, name) for name in ("fixed_s", "per_sample_s")],
+)
 def test_bad_coefficients_are_refused_by_name(kind: type[Any], name: str, bad: float) -> None:
     good = dict.fromkeys((field.name for field in fields(kind)), 1.0)
     with pytest.raises(ValueError, match=f"{kind.__name__}.{name}={bad!r}"):
@@ -55,8 +46,7 @@ QUARTERS = st.integers(0, 8).map(lambda n: n / 4)
 
 
 @given(
-    st.builds(AffineCost, fixed_s=QUARTERS, per_sample_s=QUARTERS)
-    | st.builds(SaturatingCost, floor_s=QUARTERS, fixed_s=QUARTERS, per_sample_s=QUARTERS),
+    st.builds(AffineCost, fixed_s=QUARTERS, per_sample_s=QUARTERS),
     st.integers(0, 80),
 )
 def test_costs_never_decrease_and_the_inverse_is_the_last_sample_in_time(cost: Cost, quarter: int) -> None:

@@ -22,13 +22,11 @@ class Batch:
         seconds: from its start to its end.
         work_s: own work by rank [s]; 0 at rest.
         links: what links carried between stages.
-        traffic_bytes: of stages and of the gradients' synchronisation.
     """
 
     seconds: float
     work_s: tuple[float, ...]
     links: tuple[LinkTime, ...]
-    traffic_bytes: float
 
 
 class Machine:
@@ -77,24 +75,19 @@ class Machine:
 
     def _run(self, plan: PipelinePlan, cluster: Cluster) -> Batch:
         links: list[LinkTime] = []
-        traffic = 0.0
         for group in plan.groups:
             for a, b, size_bytes, count in self._wires(group):
                 wire_s = (
                     cluster.links[a][b].latency_s * count + size_bytes / cluster.links[a][b].bandwidth_bytes_per_s
                 )
                 links.append(LinkTime(source=a, target=b, messages=count, size_bytes=size_bytes, seconds=wire_s))
-                traffic += size_bytes
         samples = sum(group.samples for group in plan.groups)
         problem = Problem(self.model, cluster, samples, (samples,))
-        params = float(problem.param_bytes[-1]) + problem.outside.param_bytes
-        traffic += 2.0 * (len(plan.groups) - 1) * params
         synchronised_s = sync_s(problem, [Pipe(group.ranks, group.cuts) for group in plan.groups])
         return Batch(
             seconds=batch_s(replace(plan, sync_s=synchronised_s), self.model, cluster),
             work_s=work_s(plan, self.model, cluster, ranks=len(cluster.devices)),
             links=tuple(links),
-            traffic_bytes=traffic,
         )
 
     def _wires(self, group: GroupPlan) -> list[tuple[int, int, float, int]]:

@@ -45,8 +45,6 @@ class Rates:
     """What the ranks cost, by rank; as in `LyapunovController`, which they should agree with."""
 
     prices: Sequence[float]
-    power_w: Sequence[float]
-    idle_power_w: Sequence[float]
     rest_cost: float = 0.0
 
 
@@ -57,7 +55,7 @@ class Run:
     Attributes:
         batch_s: time of the batch, pauses left out [s].
         pause_s: training stood still before it [s].
-        money, energy_j, traffic_bytes: what it took, pauses included.
+        money: what it took, pauses included.
         queues: after it, by constraint.
         decisions: all that changed something.
     """
@@ -65,8 +63,6 @@ class Run:
     batch_s: Floats
     pause_s: Floats
     money: Floats
-    energy_j: Floats
-    traffic_bytes: Floats
     queues: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     decisions: Sequence[Decision] = ()
 
@@ -98,28 +94,27 @@ def simulate(
         plan: in force at first.
         batches: number of them.
         lag: a decision made on batch t is in force from batch t + lag on, at least 1.
-        rates: to add up costs; without them money is device seconds and energy 0.
+        rates: to add up costs; without them money is device seconds.
         noise: relative standard deviation of each measured time, and of the batch's own; needs ``rng``.
         rng: to draw noise from.
         free_moves: migrations take no time.
     """
     ranks = len(machine.cluster.devices)
-    rates = rates or Rates(prices=[3600.0] * ranks, power_w=[0.0] * ranks, idle_power_w=[0.0] * ranks)
-    price, power, idle = (np.array(x) for x in (rates.prices, rates.power_w, rates.idle_power_w))
-    columns = {name: np.zeros(batches) for name in ("batch_s", "pause_s", "money", "energy_j", "traffic_bytes")}
+    rates = rates or Rates(prices=[3600.0] * ranks)
+    price = np.array(rates.prices)
+    columns = {name: np.zeros(batches) for name in ("batch_s", "pause_s", "money")}
     queues: dict[str, Floats] = {}
     decisions: list[Decision] = []
     coming: deque[tuple[int, Decision]] = deque()
     now_s, generation, told = 0.0, 0, (1.0,) * ranks
     for t in range(batches):
         phase = trace.at(t, now_s)
-        pause_s = moved_bytes = 0.0
+        pause_s = 0.0
         while coming and coming[0][0] <= t:
             _, decision = coming.popleft()
             moves = machine.moves(plan, decision.plan)
             plan, generation = decision.plan, decision.generation
             pause_s += 0.0 if free_moves else machine.pause_s(moves, phase)
-            moved_bytes += sum(size_bytes for _, _, size_bytes in moves)
         batch = _noisy(machine.batch(plan, phase), noise, rng)
         prices = phase.prices or (1.0,) * ranks
         used = np.zeros(ranks)
@@ -128,15 +123,13 @@ def simulate(
         seconds = batch.seconds + pause_s
         columns["batch_s"][t], columns["pause_s"][t] = batch.seconds, pause_s
         columns["money"][t] = float(held @ (price * np.array(prices))) / 3600.0 * seconds
-        columns["energy_j"][t] = float(held @ idle) * seconds + float((power - idle) @ np.array(batch.work_s))
-        columns["traffic_bytes"][t] = batch.traffic_bytes + moved_bytes
         changed = {r: float(p * price[r]) for r, (p, old) in enumerate(zip(prices, told, strict=True)) if p != old}
         told = prices
         devices = machine.cluster_in(phase).devices
         at_rest = [rank for rank in range(ranks) if not used[rank]]
         dummies_s = _drawn([1.0 / devices[rank].speed for rank in at_rest], noise, rng)
         rest_s = dict(zip(at_rest, dummies_s, strict=True))
-        decision = decides.step(_seen(t, generation, batch, rest_s, changed, pause_s, moved_bytes))
+        decision = decides.step(_seen(t, generation, batch, rest_s, changed, pause_s))
         for name, value in decision.queues.items():
             queues.setdefault(name, np.zeros(batches))[t] = value
         if decision.kind != "keep":
@@ -171,7 +164,6 @@ def _seen(
     rest_s: Mapping[int, float],
     prices: Mapping[int, float],
     pause_s: float,
-    moved_bytes: float,
 ) -> Observation:
     return Observation(
         batch=t,
@@ -182,5 +174,4 @@ def _seen(
         rest_s=rest_s,
         prices=prices,
         pause_s=pause_s,
-        moved_bytes=moved_bytes,
     )

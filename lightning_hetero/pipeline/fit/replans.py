@@ -139,7 +139,7 @@ class Replans:
         self._jumps = Jumps()
         self._is_told = False  # rank 0 says before the next batch what it has decided
         self._due: list[tuple[Position, Decision]] = []  # with the batch before which layers move
-        self.paused_s, self._moved_bytes = 0.0, 0
+        self.paused_s = 0.0
         self._at = (-1, -1)  # the batch that began last
         self.generation = 0
 
@@ -170,7 +170,7 @@ class Replans:
             return
         if self.paused_s:
             self._log.amend(self.generation, pause_s=pause_s)
-        moved_bytes, self._moved_bytes, self.paused_s = self._moved_bytes, 0, 0.0
+        self.paused_s = 0.0
         batch_s = max(compute_s + wait_s for _, compute_s, wait_s in told.work)
         self._note_outcome(part, self._log.batch(self.generation, batch_s))
         groups = self._place.planned.plan.groups
@@ -181,7 +181,6 @@ class Replans:
                 work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
                 layer_s=told.layer_s(groups[reporting_group(batch, groups)]), links=told.links,
                 rest_s=told.rest_s, micro_batches=self._binder.all_micro_batches(part), pause_s=pause_s,
-                moved_bytes=moved_bytes,
             )  # fmt: skip
 
         rank_zero.decide(part, observation)
@@ -263,7 +262,6 @@ class Replans:
             self._binder.plan = decision.plan
             self.generation = decision.generation
             self._log.in_force()
-            self._moved_bytes += sent_bytes
             note = replace(note, bytes=sent_bytes)
         self.paused_s += time.perf_counter() - started_s
         note = replace(note, pause_s=self.paused_s)

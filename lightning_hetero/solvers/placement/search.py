@@ -9,9 +9,9 @@ come to the same end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_hetero.solvers.placement.neighbours import (
     Drafts,
@@ -36,7 +36,7 @@ class Judged(NamedTuple):
         value: what is minimised.
         time_s: of a batch, without the pause.
         pause_s: of the way there.
-        amounts: of each resource under a constraint, per batch, pause left out.
+        money: per batch, pause left out; 0 where nothing counts it.
     """
 
     value: float
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
     shares: tuple[int, ...]
     time_s: float
     pause_s: float = 0.0
-    amounts: Mapping[Any, float] = {}
+    money: float = 0.0
 
 
 class BatchTime:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
-from lightning_hetero.types import AffineCost, LearnedCost
+from lightning_hetero.types import AffineCost
 
 
 class Speeds:
@@ -34,7 +34,7 @@ class Speeds:
             if predictor.ready:
                 self._coarse[rank] = _coarse(predictor.cost())
 
-    def cost(self, rank: int) -> LearnedCost | None:
+    def cost(self, rank: int) -> AffineCost | None:
         """Returns the model of a rank; None before the first measurement of any."""
         own = self._of.get(rank)
         if own is not None and own.ready:
@@ -61,7 +61,7 @@ class Speeds:
         if equal or not self._coarse or not order:
             shares = _equal_parts(len(order), total)
         else:
-            costs = (self._coarse.get(rank) or _coarse(cast("LearnedCost", self.cost(rank))) for rank in order)
+            costs = (self._coarse.get(rank) or _coarse(cast("AffineCost", self.cost(rank))) for rank in order)
             shares = _shares(tuple(costs), total)
         return dict(zip(order, shares, strict=True))
 
@@ -92,11 +92,8 @@ def _equal_parts(ranks: int, total: int) -> tuple[int, ...]:
     return apportion([1.0] * ranks, total) if ranks else ()
 
 
-def _coarse(cost: LearnedCost) -> AffineCost:
-    """Rounds to steps of about 1 %: ranks of equal speed shall be exactly equal, whatever the last bits measured.
-
-    A floor is left out: it changes no split, see `minimax`.
-    """
+def _coarse(cost: AffineCost) -> AffineCost:
+    """Rounds to steps of about 1 %: ranks of equal speed shall be exactly equal, whatever the last bits measured."""
     return AffineCost(fixed_s=_round(cost.fixed_s), per_sample_s=_round(cost.per_sample_s))
 
 

@@ -185,7 +185,7 @@ def test_a_device_that_costs_more_than_it_brings_rests() -> None:
     plan = best_plan(model, cluster, BATCH)
     settings = LyapunovController(prices=[1, 1, 1, 20], budget={"money_per_sample": 4e-6}, v=10, bank=5)
     controller = settings.start(model, cluster, plan)
-    rates = Rates(prices=[1, 1, 1, 20], power_w=[0] * 4, idle_power_w=[0] * 4)
+    rates = Rates(prices=[1, 1, 1, 20])
     run = simulate(controller, Machine(model, cluster), Trace([calm()]), plan, batches=120, rates=rates)
     assert any(rank == 3 for g in plan.groups for rank in g.ranks)
     assert not any(rank == 3 for g in controller.plan.groups for rank in g.ranks)
@@ -202,7 +202,7 @@ def budgeted(part: float, **settings: Any) -> tuple[Run, float]:
     for start in range(0, BUDGETED, 25):
         prices = tuple(float(p) for p in rng.choice([0.5, 1.0, 3.0], 4))
         phases.append(Phase(start=start, slowness=(1.0,) * 4, prices=prices))
-    rates = Rates(prices=[1.0] * 4, power_w=[1.0] * 4, idle_power_w=[0.0] * 4)
+    rates = Rates(prices=[1.0] * 4)
     held = simulate(Unchanged(started(cluster=ROOMY).plan), Machine(MODEL, ROOMY), Trace(phases),
                     started(cluster=ROOMY).plan, batches=BUDGETED, rates=rates)  # fmt: skip
     limit = part * held.money.mean() / BATCH

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_hetero import LyapunovController
 
-GIVEN = {"v": 30, "budget": {"money_per_sample": 1e-6, "energy_per_hour": 5}, "prices": [1, 2.5]}
+GIVEN = {"v": 30, "budget": {"money_per_sample": 1e-6, "money_per_hour": 5}, "prices": [1, 2.5]}
 
 
 def test_plain_frozen_and_picklable() -> None:
@@ -43,9 +43,9 @@ def test_built_by_jsonargparse_is_the_same() -> None:
 
 def test_budgets_are_read_by_name() -> None:
     budgets = LyapunovController(**GIVEN).budgets()
-    assert [(b.name, b.resource, b.per_hour, b.limit) for b in budgets] == [
-        ("energy_per_hour", "energy", True, 5.0),
-        ("money_per_sample", "money", False, 1e-6),
+    assert [(b.name, b.per_hour, b.limit) for b in budgets] == [
+        ("money_per_hour", True, 5.0),
+        ("money_per_sample", False, 1e-6),
     ]
 
 
@@ -75,4 +75,4 @@ def test_bad_types_are_named(name: str, value: Any) -> None:
 
 def test_numbers_by_rank_must_be_as_many_as_ranks() -> None:
     with pytest.raises(ValueError, match="lists 2 ranks, but there are 3"):
-        LyapunovController(**GIVEN).each("prices", 3)
+        LyapunovController(**GIVEN).prices_of(3)

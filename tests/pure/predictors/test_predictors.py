@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.predictors import Curve, Ewma, Kalman, LastValue, Narx, Predictor, by_name
+from lightning_hetero.predictors import Ewma, Kalman, LastValue, Narx, Predictor, by_name
 
-KINDS = ("last", "ewma", "kalman", "curve", "narx")
+KINDS = ("last", "ewma", "kalman", "narx")
 FIXED_S, PER_SAMPLE_S = 9e-3, 3e-3
 
 samples = st.one_of(st.integers(1, 4), st.integers(1, 100), st.integers(1, 10**9))
@@ -151,9 +151,9 @@ def test_a_state_that_does_not_fit_is_refused_by_name(kind: str) -> None:
 
 
 def test_names() -> None:
-    assert [type(by_name(kind)) for kind in KINDS] == [LastValue, Ewma, Kalman, Curve, Narx]
+    assert [type(by_name(kind)) for kind in KINDS] == [LastValue, Ewma, Kalman, Narx]
     assert by_name("kalman") is not by_name("kalman")
-    names = r"\['curve', 'ewma', 'kalman', 'last', 'narx'\]"
+    names = r"\['ewma', 'kalman', 'last', 'narx'\]"
     with pytest.raises(ValueError, match=rf"'Kalman'.*{names}.*any Predictor instance"):
         by_name("Kalman")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lightning_hetero.types import AffineCost, SaturatingCost
+from lightning_hetero.types import AffineCost
 
 SECONDS = st.one_of(
     st.sampled_from([0.0, 1.0, 2.0, 0.1, 5e-324, 1e-17, 1e17, 1e308]),
@@ -20,7 +20,6 @@ EVERYDAY = st.builds(
     per_sample_s=st.integers(1, 50).map(lambda v: v / 1000),
 )
 AFFINE = st.builds(AffineCost, fixed_s=SECONDS, per_sample_s=SECONDS)
-SATURATING = st.builds(SaturatingCost, floor_s=SECONDS, fixed_s=SECONDS, per_sample_s=SECONDS)
 
 
 class Stairs:

@@ -15,8 +15,8 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from lightning_hetero.solvers import minimax
 from lightning_hetero.solvers.minimax import fractional_s
-from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost, Status
-from tests.pure.solvers.costs import AFFINE, EVERYDAY, SATURATING, STAIRS, Stairs
+from lightning_hetero.types import AffineCost, Allocation, Cost, Status
+from tests.pure.solvers.costs import AFFINE, EVERYDAY, STAIRS, Stairs
 
 Problem = tuple[list[Cost], int, list[int], list[int], int]
 
@@ -75,26 +75,6 @@ def test_affine_equals_brute_force_and_greedy(problem: Problem) -> None:
     check(problem)
 
 
-@given(problems(SATURATING | AFFINE | EVERYDAY))
-def test_saturating_equals_brute_force_and_greedy_on_the_lines(problem: Problem) -> None:
-    costs, *rest = problem
-    result, splits = solve(problem), all_splits(problem)
-    assert result.ok == bool(splits)
-    if not splits:
-        return
-    assert result.shares in splits
-    assert result.makespan_s == makespan(costs, result.shares) == min(makespan(costs, s) for s in splits)
-    assert 0.0 <= result.lower_bound_s <= result.makespan_s
-    lines: list[Cost] = [c.line if isinstance(c, SaturatingCost) else c for c in costs]
-    assert result.shares == greedy((lines, *rest))  # type: ignore[arg-type]
-
-
-def test_saturating_beside_another_kind_of_cost_is_searched() -> None:
-    stairs = Stairs([1.0, 1.0, 1.0, 5.0, 5.0, 9.0], 0.0)
-    problem: Problem = ([SaturatingCost(floor_s=2.0, fixed_s=1.0, per_sample_s=1.0), stairs], 5, [0, 0], [5, 5], 1)
-    check(problem)
-
-
 @given(problems(STAIRS))
 def test_any_cost_with_an_unreliable_inverse_equals_brute_force_and_greedy(problem: Problem) -> None:
     check(problem)
@@ -146,7 +126,7 @@ def test_affine_equals_scipy_milp_and_the_bound_equals_linprog(seed: int) -> Non
     assert result.lower_bound_s == pytest.approx(linear_program(costs, 200, 5, 40, False), rel=1e-7)
 
 
-@given(problems(EVERYDAY | AFFINE | SATURATING))
+@given(problems(EVERYDAY | AFFINE))
 def test_the_lower_bound_is_where_fractional_shares_just_reach_the_total(problem: Problem) -> None:
     costs, total, lower, upper, _ = problem
     result = solve(problem)

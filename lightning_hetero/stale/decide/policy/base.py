@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from lightning_hetero.types import LearnedCost
+from lightning_hetero.types import AffineCost
 
 Holds: TypeAlias = Literal["never", "grace", "barrier"]
 
@@ -82,7 +82,7 @@ class Claim:
     reserved: tuple[Due, ...]
     lead: int
     step_s: float
-    cost: LearnedCost | None
+    cost: AffineCost | None
 
     @property
     def equal_share(self) -> int:
