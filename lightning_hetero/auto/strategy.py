@@ -207,7 +207,7 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         return self.chosen
 
     def _planned(self, choice: Choice) -> dict[str, Any]:
-        """Returns what a pipeline needs not measure and plan again; on an accelerator it looks for room by itself."""
+        """Returns what a pipeline needs not measure and plan again; on an accelerator it looks for room."""
         plan, room = choice.plan, device_of(self.root_device).asynchronous
         if plan is None or plan.chosen is None or plan.chosen.plan is None or room or self._plans_itself:
             return {}

@@ -201,10 +201,10 @@ def looked_again_job(rank: int, world: int) -> tuple[list[str], str]:
     """The trial meets no slow spell, the training many."""
     data = DataLoader(regression(60 * BATCH), batch_size=BATCH // world)
     strategy, kinds = auto(engines=("balanced", "stale")), []
-    scenario = Scenario(sample_s=2e-3, step_s=4e-3, spells={"factor": 12.0, "steps": 1, "probability": 0.2})
+    scenario = Scenario(sample_s=5e-4, step_s=1e-3, spells={"factor": 20.0, "steps": 1, "probability": 0.2})
     trainer = rank_trainer(rank, world, strategy, callbacks=[ThrottleCallback(scenario)], max_epochs=1)
     calm = mock.patch.object(
-        warm_up, "_emulated", lambda *_: (AffineCost(fixed_s=4e-3, per_sample_s=2e-3), (1.0,) * 12)
+        warm_up, "_emulated", lambda *_: (AffineCost(fixed_s=1e-3, per_sample_s=5e-4), (1.0,) * 12)
     )
     module = Toy()
     with calm:
