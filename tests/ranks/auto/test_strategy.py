@@ -200,7 +200,8 @@ def test_a_trial_is_at_most_twenty_steps_and_a_pipelines_plan_is_made_once() -> 
 def looked_again_job(rank: int, world: int) -> tuple[list[str], str]:
     """The trial meets no slow spell, the training many."""
     data = DataLoader(regression(60 * BATCH), batch_size=BATCH // world)
-    strategy, kinds = auto(engines=("balanced", "stale")), []
+    told = {"hetero_balanced": {"exchange_every": 1}}  # of each step, else of as many as are worth a message
+    strategy, kinds = auto(engines=("balanced", "stale"), options=told), []
     scenario = Scenario(sample_s=5e-4, step_s=1e-3, spells={"factor": 20.0, "steps": 1, "probability": 0.2})
     trainer = rank_trainer(rank, world, strategy, callbacks=[ThrottleCallback(scenario)], max_epochs=1)
     calm = mock.patch.object(
