@@ -23,6 +23,7 @@ from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
+from lightning_hetero.auto.second_look import SecondLook
 from lightning_hetero.auto.warm_up import WarmUp
 from lightning_hetero.balanced.sharded_strategy import ShardedBalancedStrategy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
@@ -34,7 +35,7 @@ from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks import ThrottleCallback
-from lightning_hetero.checked import real
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat.strategies import follow, hand_over
 from lightning_hetero.measure.device import device_of, is_out_of_memory
@@ -53,6 +54,7 @@ _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
     "stale": BoundedStalenessStrategy,
     "sharded": ShardedBalancedStrategy,
 }
+_PLANS = {"backbone", "plan", "profile", "micro_batch_size", "max_groups", "depth", "checkpoint_layers"}
 _TO_SHARDED = {*SharedSettings.__slots__, "monitor", "accelerator", "process_group_backend", "timeout"}
 
 
@@ -60,14 +62,15 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     """Chooses the engine: the user's step is tried on all devices before training, and the planner decides.
 
     From then on ``trainer.strategy`` is the engine, an instance of its class, and nothing of this one is in the way;
-    `chosen` is the same. Nothing that the trial changes is left changed. The engine stays for the Trainer's life.
+    `chosen` is the same. Nothing that the trial changes is left changed. The engine stays for the Trainer's life,
+    unless it is the balanced one and its own records speak for another: a line says so at an epoch's end, and the
+    Trainer's next fit takes that one.
 
     Args:
         engines: those in question, of ``"hetero_balanced"``, ``"hetero_pipeline"``, ``"hetero_stale"`` and
             ``"hetero_sharded"``; ``None``: all. The stale engine's updates are not those of one process; it is taken
             where it is more than 10 % faster than the others. The sharded one is taken for modules that shard
             themselves in ``configure_model``, and for no others.
-        warm_up_s: aimed-at time of the steps that show how much a device's times differ [s].
         options: arguments of engines, by name, e.g. ``{"hetero_stale": {"bound": 2}}``.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
@@ -96,7 +99,6 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         self,
         *,
         engines: Sequence[str] | None = None,
-        warm_up_s: float = 1.0,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
@@ -115,13 +117,14 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
             raise ValueError(f"options={options!r} must be arguments by engine, of hetero_{', hetero_'.join(names)}")
         self.engines: tuple[ChosenName, ...] = tuple(name for name in ENGINES if name in names)
         self._takes_sharded = "sharded" in names
-        self.warm_up_s = real("warm_up_s", warm_up_s, above=True, most=60.0)
-        self.options = of
+        self.options, self._plans_itself = of, bool(_PLANS & {*of.get("pipeline", ())})
         self.choice: Choice | None = None
         of_all = {name: getattr(self.shared, name) for name in SharedSettings.__slots__}
         self._given: dict[str, Any] = {**of_all, "monitor": monitor, "accelerator": accelerator, **ddp}
         self.chosen: HeteroStrategy[Any] | None = None
         self._scenario: Scenario | None = None
+        self._second_look: SecondLook | None = None
+        self._again: Choice | None = None  # for the next fit
         self._state: dict[str, Any] = {}  # of a checkpoint, until there is an engine to take it
         for name in names:
             self._made(name, {})  # whatever is wrong with the options is said at once
@@ -182,6 +185,8 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
             refused = self._refused(module)
             with closing(SideChannel(gloo_group(self.timeout))) as channel:
                 choice = self._choice(trainer, module, refused, channel)
+            if choice.engine == "balanced" and choice.plan is not None:
+                self._second_look = SecondLook(choice, self.engines, refused)
             if choice.engine == "pipeline":  # which moves what each rank holds by itself
                 module.cpu()
                 device_of(self.root_device).empty_cache()
@@ -196,9 +201,37 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
 
     def _take(self, trainer: Trainer, choice: Choice) -> HeteroStrategy[Any]:
         (rank_zero_warn if choice.failed else rank_zero_info)(choice.line)
-        self.choice, self.chosen = choice, self._made(choice.engine, self._given)
+        self.choice, self.chosen = choice, self._made(choice.engine, {**self._given, **self._planned(choice)})
+        self.chosen.chosen_by = self
         hand_over(trainer, self, self.chosen)
         return self.chosen
+
+    def _planned(self, choice: Choice) -> dict[str, Any]:
+        """Returns what a pipeline needs not measure and plan again; on an accelerator it looks for room."""
+        plan, room = choice.plan, device_of(self.root_device).asynchronous
+        if plan is None or plan.chosen is None or plan.chosen.plan is None or room or self._plans_itself:
+            return {}
+        found = {"plan": plan.chosen.plan, "profile": plan.setup.model, "cluster": plan.setup.cluster}
+        return {**found, "controller": LyapunovController()}
+
+    def look(self, batch_idx: int | None) -> None:
+        """Looks again at what was chosen, on all ranks, when a batch begins; None: when training ends."""
+        look, chosen, trainer = self._second_look, self.chosen, self._attached_trainer()
+        if look is None or chosen is None or trainer is None:
+            return
+        look.note(chosen.step_report())
+        if batch_idx is None or (batch_idx == 0 and trainer.current_epoch > 0):
+            self._again = chosen.broadcast(look.choose() if self.is_global_zero else None)
+            if self._again is not None:
+                self._second_look = None
+                rank_zero_info(self._again.line)
+
+    def takes_over(self, trainer: Trainer) -> bool:
+        """Takes the engine's place again, when a fit begins that is to have another one; returns whether it does."""
+        if self._again is None or self.chosen is None:
+            return False
+        hand_over(trainer, self.chosen, self)
+        return True
 
     def _refused(self, module: LightningModule) -> dict[str, str]:
         """Returns why engines do not train this module with these arguments; the same on all ranks."""
@@ -215,6 +248,9 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     def _choice(
         self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str], channel: SideChannel
     ) -> Choice:
+        if (again := self._again) is not None:
+            self._again = None
+            return again
         loader: Any = compat.train_source(trainer)
         indexed = [loader] if isinstance(loader, DataLoader) else []
         if own := own_data_in(indexed, self.shared.own_data, trainer, channel):
@@ -232,7 +268,7 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
             self.precision_plugin.convert_module(module)
         warm_up = WarmUp(
             strategy=self, module=module, loader=loader, channel=channel, global_batch=batch,
-            scenario=self._scenario, layers="pipeline" in able, budget_s=self.warm_up_s,
+            scenario=self._scenario, layers="pipeline" in able,
         )  # fmt: skip
         try:
             return self._agreed(channel, warm_up.measure(), refused)

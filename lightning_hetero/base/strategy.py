@@ -72,6 +72,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
         refusals: what the engine refuses on several devices.
         evaluates: whether the engine takes part in evaluations outside of a fit.
+        chosen_by: the `AutoStrategy` that has chosen it, and looks again; None: the user has.
 
     Raises:
         ValueError: an argument is out of range.
@@ -82,6 +83,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     engine: ClassVar[str]
     refusals: ClassVar[Refusals] = Refusals()
     evaluates: ClassVar[bool] = False
+    chosen_by: Any = None
 
     def __init__(
         self,
@@ -130,11 +132,14 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         """Returns the state of the run that begins; the process group exists, the module is not yet set up."""
 
     def setup_environment(self) -> None:
-        super().setup_environment()
         trainer = self._attached_trainer()
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if trainer is not None and fitting and self.chosen_by is not None and self.chosen_by.takes_over(trainer):
+            trainer.strategy.setup_environment()
+            return
+        super().setup_environment()
         if trainer is None or self._run is not None or self._one_device is not None:
             return
-        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             warn_of_emulation(self.precision_plugin, self.root_device, self.global_rank)
         if any(isinstance(callback, BatchSizeFinder) for callback in trainer_callbacks(trainer)):
@@ -181,8 +186,15 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         if self.world_size > 1:
             self.refusals.check_optimizers(self.optimizers)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.chosen_by is not None:
+            self.chosen_by.look(batch_idx)
+
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self.chosen_by is not None:
+            self.chosen_by.look(None)
         if self._run is not None:
             sum_up(self._run, self.step_report, told=self._monitor and self.is_global_zero)
 

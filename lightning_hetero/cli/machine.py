@@ -64,7 +64,7 @@ def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
     found = replace(found, verdict=f"{answer.verdict} (for {batch} samples per update). {LEFT_OUT}")
     if chosen is None or chosen.engine == "ddp" or answer.too_short:
         return found
-    return replace(found, engine=chosen.engine, python=to_paste(chosen, vars(asked), [])["python"] or "")
+    return replace(found, engine=chosen.engine, python=to_paste(chosen, vars(asked)) or "")
 
 
 def _host(environ: Mapping[str, str]) -> HostFacts:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.checked import real
@@ -25,10 +24,9 @@ from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.cluster.units import bytes_text, describe_cluster
 from lightning_hetero.plan.estimate import EngineName, Estimate
 from lightning_hetero.plan.formula import model_from_formula
-from lightning_hetero.plan.paste import command, snippet
+from lightning_hetero.plan.paste import snippet
 from lightning_hetero.plan.planner import LEFT_OUT, Plan, plan
 from lightning_hetero.plan.setup import Setup, setup_from_run
-from lightning_hetero.plan.what_if import changed, usual_changes
 from lightning_hetero.types import Cluster
 
 _FEW = 16  # devices up to which each has a line
@@ -53,11 +51,7 @@ def read_setup(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
         setup, notes = setup_from_run(run, global_batch=given.get("global_batch")), [f"as recorded in {given['run']}"]
     else:
         setup, notes = _modelled(given)
-    prices, exchange_s = given.get("prices"), given.get("exchange_s")
-    if prices is not None:
-        many = prices if isinstance(prices, Sequence) and not isinstance(prices, str) else [prices] * setup.ranks
-        setup = replace(setup, prices=tuple(real("prices", price) for price in many))
-    if exchange_s is not None:
+    if (exchange_s := given.get("exchange_s")) is not None:
         setup = replace(setup, exchange_s=real("exchange_s", exchange_s))
     return replace(setup, min_samples=given.get("min_samples")), notes
 
@@ -112,88 +106,54 @@ def _cluster(given: Mapping[str, Any]) -> tuple[Cluster, list[str]]:
     return cluster, [f"links measured here, by {backend}"]
 
 
-def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str, Plan]]]:
-    """Returns the plan, and each change in words with what becomes of the plan under it.
+def answer(setup: Setup, given: Mapping[str, Any]) -> Plan:
+    """Returns the plan.
 
     Raises:
-        TypeError, ValueError: an unknown engine, or a change that cannot be.
+        ValueError: an unknown engine.
     """
     engines = given.get("engines") or ()
     names = [str(name).removeprefix("hetero_") for name in ([engines] if isinstance(engines, str) else engines)]
-    engines = cast("list[EngineName]", names)
-    found, asked = plan(setup, engines), given.get("what_if", "auto")
-    if asked == "auto":
-        asked = usual_changes(setup, found.chosen.resting if found.chosen is not None else ())
-    elif isinstance(asked, Mapping):
-        asked = [asked]
-    elif not isinstance(asked, Sequence) or isinstance(asked, str):
-        raise TypeError(f"what_if={asked!r} must be 'auto', or a list of changes, e.g. [{{without: 3}}, {{batch: 2}}]")
-    changes = [changed(setup, change) for change in asked]
-    return found, [(title, plan(other, engines)) for title, other in changes]
+    return plan(setup, cast("list[EngineName]", names))
 
 
-def to_paste(found: Estimate, given: Mapping[str, Any], cluster: Sequence[str]) -> dict[str, str | None]:
-    """Returns the set-up of an engine as Python, and as a command where module and data are the command's own.
+def to_paste(found: Estimate, given: Mapping[str, Any]) -> str | None:
+    """Returns the set-up of an engine as Python; None: it cannot train.
 
     Args:
         found: the engine.
         given: what was asked, the keys of ``conf/plan.yaml``.
-        cluster: the overrides that have chosen the cluster.
     """
     if not found.ok:
-        return {"python": None, "command": None}
+        return None
     usual = {"accelerator": "auto", "precision": "32-true"}
     trainer = {name: given[name] for name in usual if given.get(name) not in (None, usual[name])}
     layers = {"backbone": given["backbone"]} if found.engine == "pipeline" and given.get("backbone") else {}
-    own = [_own(group, given.get(key)) for group, key in (("model", "module"), ("data", "datamodule"))]
-    line = None
-    if None not in own:
-        emulated = "two_fast_two_slow" if "cluster=two_fast_two_slow" in cluster else "none"
-        also = [f"trainer.{name}={value}" for name, value in {"accelerator": "auto", **trainer}.items()]
-        line = command(found, [*map(str, own), *(cluster or ["cluster=probe"]), f"emulation={emulated}", *also])
-    return {"python": snippet(found, trainer, **layers), "command": line}
-
-
-def _own(group: str, given: Any) -> str | None:
-    """Returns what chooses this object in a group of ``lightning-hetero-train``; None: it is the user's."""
-    for path in sorted((CONF / group).glob("*.yaml")):
-        if given is not None and str(given).replace(":", ".") == cast("DictConfig", OmegaConf.load(path))._target_:
-            return f"{group}={path.stem}"
-    return None
+    return snippet(found, trainer, **layers)
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def plan_tables(
-    found: Plan, changes: Sequence[tuple[str, Plan]], paste: Mapping[str, str | None] | None = None
-) -> str:
+def plan_tables(found: Plan, paste: str | None = None) -> str:
     """Returns the whole answer as text; ``paste`` is how to train as the verdict says."""
     setup = found.setup
     parts = [describe_cluster(setup.cluster) if setup.ranks <= _FEW else f"{setup.ranks} devices", _ranking(found)]
     parts += [_details(setup, estimate) for estimate in found.estimates]
-    if changes:
-        parts.append(_what_if(found, changes))
     parts.append(f"{found.verdict}\n{LEFT_OUT}")
-    if paste is not None and paste["python"]:
-        parts.append(f"To train this way, with your own module:\n\n{paste['python']}")
-        parts += [f"or, here:\n\n{paste['command']}"] if paste["command"] else []
+    if paste is not None:
+        parts.append(f"To train this way, with your own module:\n\n{paste}")
     return "\n\n".join(parts)
 
 
 def _ranking(found: Plan) -> str:
-    setup = found.setup
-    priced = bool(setup.prices)
     header = ["engine", "ms per update", "bound", "samples/s", "idle %", "exchange ms"]
-    header += ["per hour", "per 1M samples"] if priced else []
     rows: list[list[str]] = []
     for e in found.estimates:
         row = [e.strategy, "cannot train this", "-", "-", "-", "-"]
         if e.ok:
             numbers = (1e3 * e.step_s, 1e3 * e.bound_s, e.samples_per_s, 100.0 * e.idle, 1e3 * e.exchange_s)
             row = [e.strategy, *(f"{number:.4g}" for number in numbers)]
-        if priced:
-            row += [_money(e.money_per_hour(setup) if e.ok else math.nan), _money(e.money_per_million(setup))]
         rows.append(row)
     return format_table(header, rows)
 
@@ -209,44 +169,22 @@ def _details(setup: Setup, estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _what_if(found: Plan, changes: Sequence[tuple[str, Plan]]) -> str:
-    priced = bool(found.setup.prices) or any(other.setup.prices for _, other in changes)
-    header = ["what if", "engine", "ms per update", "samples/s", "against now"] + ["per 1M samples"] * priced
-    rows: list[list[str]] = []
-    now = found.chosen.samples_per_s if found.chosen is not None else None
-    for title, answered in [("unchanged", found), *changes]:
-        best = answered.chosen
-        row = [title, "no engine can train this", *["-"] * (len(header) - 2)]
-        if best is not None:
-            against = "-" if now is None else f"{best.samples_per_s / now:.2f}x"
-            cells = [f"{1e3 * best.step_s:.4g}", f"{best.samples_per_s:.4g}", against]
-            row = [title, best.strategy, *cells] + [_money(best.money_per_million(answered.setup))] * priced
-        rows.append(row)
-    return format_table(header, rows)
-
-
-def _money(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "-"
-
-
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="plan")
 def main(cfg: DictConfig) -> None:
     """Answers what is asked on the command line."""
     given = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-    cluster = [one for one in HydraConfig.get().overrides.task if one.startswith("cluster")]
     try:
         setup, notes = read_setup(given)
-        found, changes = answer(setup, given)
-        paste = to_paste(found.chosen, given, cluster) if found.chosen is not None else None
+        found = answer(setup, given)
+        paste = to_paste(found.chosen, given) if found.chosen is not None else None
         if given.get("out") is not None:
             plain = found.as_plain()
             for one, name in zip(plain["estimates"], found.estimates, strict=True):
-                one |= to_paste(name, given, cluster)
-            others = [{"title": title, **other.as_plain()} for title, other in changes]
-            Path(str(given["out"])).write_text(json.dumps({**plain, "what_if": others}, indent=1) + "\n")
+                one["python"] = to_paste(name, given)
+            Path(str(given["out"])).write_text(json.dumps(plain, indent=1) + "\n")
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         sys.exit(f"lightning-hetero-plan: {error}")
-    print("\n".join([*notes, plan_tables(found, changes, paste)]), flush=True)
+    print("\n".join([*notes, plan_tables(found, paste)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -187,26 +187,6 @@ def _known_as(name: str) -> set[str]:
     return {name, own, own.rpartition(":")[0], node, node.rpartition(":")[0]} - {""}
 
 
-def relinked(cluster: Cluster, links: Sequence[Mapping[str, Any]]) -> Cluster:
-    """Returns the cluster with some links changed.
-
-    Args:
-        cluster: what to change.
-        links: as under the key ``links`` of a description, e.g. ``[{"between": [0, 3], "latency": "1 ms"}]``; ends are
-            ranks, devices' names, or what names of several begin with (``fast``, ``left``).
-
-    Raises:
-        TypeError, ValueError: see `cluster_from_plain`.
-
-    >>> cluster = relinked(equal_cluster(3), [{"between": [0, 2], "latency": "1 ms"}])
-    >>> [[link.latency_s for link in row] for row in cluster.links]
-    [[0.0, 0.0, 0.001], [0.0, 0.0, 0.0], [0.001, 0.0, 0.0]]
-    """
-    table = _Table(cluster)
-    table.put_links(links)
-    return table.cluster()
-
-
 def ranks_named(cluster: Cluster, end: int | str, *, at: str = "device") -> list[int]:
     """Returns the ranks that a name stands for: a rank, a device, or all whose names begin with it.
 

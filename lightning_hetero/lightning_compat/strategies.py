@@ -49,11 +49,15 @@ def follow(old: LaunchedStrategy, new: LaunchedStrategy) -> None:
 def hand_over(trainer: Trainer, old: LaunchedStrategy, new: LaunchedStrategy) -> None:
     """Puts another strategy in the Trainer instead of the one that has been launched, before it is set up.
 
-    Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns.
+    Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns; ``_results`` of the loops,
+    where what an earlier fit has logged keeps how the strategy of then reduces it.
     """
     follow(old, new)
     assert old.lightning_module is not None
     new.connect(old.lightning_module)
+    loop = trainer.fit_loop.epoch_loop
+    for one in (loop, loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        one._results.clear()
     trainer._accelerator_connector.strategy = new
 
 

@@ -57,7 +57,7 @@ class _Facts(NamedTuple):
 
 def probe_cluster(
     group: dist.ProcessGroup, device: torch.device, *, direct: str = "", communicators: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, links: bool = True,
 ) -> Cluster:  # fmt: skip
     """Returns the same description of the group's devices and links on every rank. Collective; blocks.
 
@@ -71,6 +71,7 @@ def probe_cluster(
             the default group's; of use if each has a device to itself. Empty: the group carries what is sent.
         communicators: of ``direct`` that training will have on a rank; what one takes of its memory is measured.
         dtype: in which the speed is measured; what will be trained in.
+        links: whether speeds and links are measured; else speeds are equal, and links free.
 
     Returns:
         The cluster, by rank in the group; the first device has speed 1. Names are ``host/cuda:1`` or
@@ -94,8 +95,8 @@ def probe_cluster(
         reserved_bytes = communicators * communicator_bytes
         ranks = places.count(places[rank])
         memory = budget_bytes(on.free_bytes(), ranks=ranks, communicators_bytes=reserved_bytes)
-        speed = measure_speed(device, dtype)
-        results = gathered((memory, speed, _links(carrier, device, meetings(hosts))))
+        speed = measure_speed(device, dtype) if links else 1.0
+        results = gathered((memory, speed, _links(carrier, device, meetings(hosts)) if links else {}))
     speeds = [speed for _, speed, _ in results]
     for kind in {fact.kind for fact in facts}:
         alike = [rank for rank, fact in enumerate(facts) if fact.kind == kind]
@@ -106,6 +107,8 @@ def probe_cluster(
         for fact, speed, (memory, _, _) in zip(facts, speeds, results, strict=True)
     ]
     measured = {pair: link for *_, links in results for pair, link in links.items()}
+    if not links:
+        return Cluster(devices=tuple(devices), links=((Link(),) * size,) * size)
     wired = {fact.host for fact in facts if not fact.name.startswith("cpu")}
     return Cluster(
         devices=tuple(devices),

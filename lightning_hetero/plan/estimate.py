@@ -80,26 +80,12 @@ class Estimate:
         """Its throughput; 0 if it cannot train."""
         return math.fsum(self.shares) / self.step_s if self.ok else 0.0
 
-    def money_per_hour(self, setup: Setup) -> float:
-        """Returns what the devices in use cost per hour; NaN without prices. What rests can be given back."""
-        if not setup.prices:
-            return math.nan
-        return math.fsum(price for price, n in zip(setup.prices, self.work_s, strict=True) if n > 0.0)
-
-    def money_per_million(self, setup: Setup) -> float:
-        """Returns what a million samples cost; NaN without prices, or if it cannot train."""
-        if not self.ok:
-            return math.nan
-        return self.money_per_hour(setup) / 3600.0 * 1e6 / self.samples_per_s
-
     def as_plain(self, setup: Setup) -> dict[str, Any]:
         """Returns strict JSON values; what is not known or infinite is None."""
         return {
             "engine": self.strategy,
             "ok": self.ok,
             **{name: finite_or_none(getattr(self, name)) for name in _NUMBERS},
-            "money_per_hour": finite_or_none(self.money_per_hour(setup)) if self.ok else None,
-            "money_per_million_samples": finite_or_none(self.money_per_million(setup)),
             "devices": [
                 {
                     "rank": rank,

@@ -44,8 +44,9 @@ def pipeline(setup: Setup) -> Estimate:
         total_s = math.fsum(seconds[rank] for rank in group.ranks)
         for rank in group.ranks:
             samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
+    own_s = setup.own_s / min(len(group.ranks) for group in plan.groups)  # a stage has its own layers' part of it
     return Estimate(
-        engine="pipeline", step_s=step_s * slowest_s((1.0,) * setup.ranks, setup.slowness),
+        engine="pipeline", step_s=step_s * slowest_s((1.0,) * setup.ranks, setup.slowness) + own_s,
         bound_s=min(plan.lower_bound_s, step_s), work_s=seconds, shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)), exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan)),

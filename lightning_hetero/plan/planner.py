@@ -14,7 +14,7 @@ from lightning_hetero.plan.parallel import balanced, ddp, sharded
 from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.stale import stale
-from lightning_hetero.plan.what_if import without
+from lightning_hetero.shares.alone import fastest_alone
 
 ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
     "ddp": ddp,
@@ -27,6 +27,8 @@ ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
 
 _ALIKE = 0.02  # of the throughput: less is not worth another engine
 _ALIKE_STALE = 0.10  # nor is so much, where updates become others
+_RATES = 8  # of links, by which devices are told apart that may train alone
+_MOST_LEFT_OUT = 16  # devices up to which it is tried to leave some out
 _SHORT_S = 3e-3  # README: of shorter steps, what is left out here is too large a part
 
 LEFT_OUT = "Not counted: data loading, the optimizer's step and the framework's own time."
@@ -42,6 +44,8 @@ class Plan:
         estimates: those that can train this first, the fastest at the top.
         chosen: the engine to take; None: none can train.
         base: stock DDP, on the devices that do not rest under ``chosen``; None: it was not asked about.
+        gone: ranks without which the balanced engine is faster than what is chosen with them.
+        alone: the balanced engine without them; None: all devices are worth it, or there are too many to look.
         verdict: in a sentence.
     """
 
@@ -49,6 +53,8 @@ class Plan:
     estimates: tuple[Estimate, ...]
     chosen: Estimate | None
     base: Estimate | None
+    gone: tuple[int, ...] = ()
+    alone: Estimate | None = None
 
     @property
     def gain(self) -> float:
@@ -83,6 +89,9 @@ class Plan:
         elif base is not None:
             ahead = f", {self.gain:.2f} times as fast as stock DDP{on}"
             text += ahead if base.ok else f"; stock DDP cannot train this: {base.reasons[0]}"
+        if self.alone is not None:
+            gone, alone_s = ", ".join(map(self.setup.name, self.gone)), self.alone.step_s
+            return f"{text}; without {gone} an update would take {alone_s * 1e3:.1f} ms: leave out such devices"
         return f"{text}; leave out the idle devices: {rest}" if rest else text
 
     def as_plain(self) -> dict[str, Any]:
@@ -122,9 +131,36 @@ def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeli
     chosen = _choose(estimates, pipeline_ahead)
     base = next((estimate for estimate in estimates if estimate.engine == "ddp"), None)
     if base is not None and base.ok and chosen is not None and chosen.resting:
-        base = ddp(without(setup, chosen.resting))
+        base = ddp(setup.without(chosen.resting))
     estimates.sort(key=lambda estimate: -estimate.samples_per_s)
-    return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, base=base)
+    gone, alone = _alone(setup, chosen) if "balanced" in asked and chosen is not None else ((), None)
+    return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, base=base, gone=gone, alone=alone)
+
+
+def _alone(setup: Setup, chosen: Estimate) -> tuple[tuple[int, ...], Estimate | None]:
+    """Returns the ranks without which the balanced engine is faster than what is chosen, and what it then takes."""
+    if not 1 < setup.ranks <= _MOST_LEFT_OUT:
+        return (), None
+    ranks, links = range(setup.ranks), setup.cluster.links
+    rates = {links[a][b].bandwidth_bytes_per_s for a in ranks for b in ranks if a != b}
+    networks = {
+        tuple(b for b in ranks if b == a or links[a][b].bandwidth_bytes_per_s >= rate)
+        for rate in sorted(rates)[1 : 1 + _RATES] for a in ranks
+    }  # fmt: skip
+
+    def left_out(kept: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if rank not in kept)
+
+    kept, _ = fastest_alone(
+        setup.step_costs(), setup.global_batch, upper=setup.most_samples(),
+        among=sorted(networks),
+        exchange_s=lambda some: setup.without(left_out(some)).exchange(),
+    )  # fmt: skip
+    gone = left_out(kept)
+    alone = balanced(setup.without(gone)) if gone else None
+    if alone is None or alone.samples_per_s <= (1.0 + _ALIKE) * chosen.samples_per_s:
+        return (), None
+    return gone, alone
 
 
 def _choose(estimates: Sequence[Estimate], pipeline_ahead: float) -> Estimate | None:

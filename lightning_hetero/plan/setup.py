@@ -7,6 +7,7 @@ see `lightning_hetero.record.costs`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +36,10 @@ class Setup:
         model: costs by layer on a device of speed 1; None: only ``costs`` are known, and a pipeline cannot be planned.
         costs: of a whole step, by rank, instead of those that ``model`` and the devices' speeds give.
         exchange_s: of the gradients, when nobody comes late [s]; None: by ``model`` and the links.
+        own_s: of an update on each rank, besides work and exchange: reading a batch, the optimizer's step [s].
         slowness: by rank, times of successive steps over what their costs say; empty: always as these say.
         spans: layers that must stay on one device, see `lightning_hetero.pipeline.decide.plans.best_plan`.
         min_samples: least samples per rank under the balanced engine, its argument of this name; None: its default.
-        prices: money per hour, by rank; empty: costs are not asked for.
 
     Raises:
         TypeError: a cost is no line.
@@ -50,10 +51,10 @@ class Setup:
     model: ModelCost | None = None
     costs: tuple[AffineCost, ...] = ()
     exchange_s: float | None = None
+    own_s: float = 0.0
     slowness: tuple[tuple[float, ...], ...] = ()
     spans: tuple[Span, ...] = ()
     min_samples: int | None = None
-    prices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         whole("global_batch", self.global_batch, least=1)
@@ -61,12 +62,9 @@ class Setup:
             raise ValueError("neither model nor costs are given: profile a module, give a size formula, or read a run")
         if any(type(cost) is not AffineCost for cost in self.costs):
             raise TypeError(f"costs={self.costs!r} must be lines: AffineCost")
-        for name in ("costs", "prices"):
-            given = len(getattr(self, name))
-            if given not in (0, self.ranks):
-                raise ValueError(f"{name} has {given} entries; give one per device: there are {self.ranks}")
-        for rank, price in enumerate(self.prices):
-            real(f"prices[{rank}]", price)
+        if len(self.costs) not in (0, self.ranks):
+            raise ValueError(f"costs has {len(self.costs)} entries; give one per device: there are {self.ranks}")
+        real("own_s", self.own_s)
         if self.exchange_s is not None:
             real("exchange_s", self.exchange_s)
         if self.slowness:
@@ -102,9 +100,12 @@ class Setup:
 
         By links it is counted in full, as a ring by rank: what a real one hides behind the backward pass is a reserve.
         """
-        if self.exchange_s is not None:
-            return self.exchange_s if self.ranks > 1 else 0.0
-        if self.model is None or self.ranks < 2:
+        if self.ranks < 2:
+            return 0.0
+        return self._by_links() if self.exchange_s is None else self.exchange_s
+
+    def _by_links(self) -> float:
+        if self.model is None:
             return 0.0
         problem = Problem(self.model, self.cluster, self.global_batch, (self.global_batch,))
         layers = len(self.model.layers)
@@ -140,11 +141,18 @@ class Setup:
             " leave the device out, or divide the model (hetero_sharded, hetero_pipeline)"
         )
 
-    def with_devices(self, keep: tuple[int, ...], cluster: Cluster) -> Setup:
-        """Returns the set-up on ``cluster``, whose devices are those of the ranks ``keep`` here, in this order."""
-        by_rank: dict[str, Any] = {name: getattr(self, name) for name in ("costs", "slowness", "prices")}
+    def without(self, gone: Sequence[int]) -> Setup:
+        """Returns the set-up without some ranks; the global batch stays, and an exchange that was measured becomes as
+        much shorter as the links say."""
+        keep = [rank for rank in range(self.ranks) if rank not in gone]
+        links = tuple(tuple(self.cluster.links[a][b] for b in keep) for a in keep)
+        by_rank: dict[str, Any] = {"costs": self.costs, "slowness": self.slowness}
         kept = {name: tuple(values[rank] for rank in keep) for name, values in by_rank.items() if values}
-        return replace(self, cluster=cluster, **kept)
+        cluster = Cluster(devices=tuple(self.cluster.devices[rank] for rank in keep), links=links)
+        left, whole_s = replace(self, cluster=cluster, **kept), self._by_links()
+        if self.exchange_s is not None and left.ranks > 1 and whole_s > 0.0:
+            return replace(left, exchange_s=self.exchange_s * min(1.0, left._by_links() / whole_s))
+        return left
 
     def _bytes(self, sharded: bool) -> tuple[float, float]:
         if self.model is None:

@@ -18,7 +18,8 @@ def stale(setup: Setup) -> Estimate:
     """Returns what `BoundedStalenessStrategy` would take with its default policy, when it has learned the speeds."""
     batch = setup.global_batch
     transfers_s, port_s = _transfers(setup)
-    chunks = never_waiting(setup.step_costs(), setup.slowness, transfers_s)
+    besides_s = [seconds + setup.own_s for seconds in transfers_s]
+    chunks = never_waiting(setup.step_costs(), setup.slowness, besides_s)
     computed_s = least_s(chunks, batch)
     step_s = max(OVERHEAD * computed_s, port_s)
     shares = [max(0.0, chunk.most_samples(computed_s)) for chunk in chunks]
@@ -36,7 +37,7 @@ def stale(setup: Setup) -> Estimate:
         reasons.append(
             f"the server's port is the limit: the messages of all ranks take {port_s * 1e3:.1f} ms per update"
         )
-    work_s = [c.seconds(n) - s if n > 0.0 else 0.0 for c, s, n in zip(chunks, transfers_s, shares, strict=True)]
+    work_s = [c.seconds(n) - s if n > 0.0 else 0.0 for c, s, n in zip(chunks, besides_s, shares, strict=True)]
     scale = batch / math.fsum(shares)
     return Estimate(
         engine="stale", step_s=step_s, bound_s=max(computed_s, port_s),

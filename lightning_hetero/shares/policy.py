@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from lightning_hetero.checked import real, whole
 from lightning_hetero.predictors import Kalman, Predictor, PredictorName, by_name
+from lightning_hetero.shares.alone import fastest_alone
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import ShareLimits
 from lightning_hetero.shares.decision import ShareDecision
@@ -168,22 +169,13 @@ class BalancePolicy:
         return [p.predict(n) if p.ready else math.nan for p, n in zip(self._predictors, samples, strict=True)]
 
     def fastest_alone(self) -> tuple[tuple[int, ...], float]:
-        """Returns the ranks that a batch is best divided among if the others are left out, and its time then [s].
+        """Returns who is fastest without the others, and a batch's time then [s], see `fastest_alone`.
 
-        Least times first that ranks need for an equal share; where several are as good, the most ranks. By the work
-        alone: what fewer ranks save in exchanging gradients is not known. A rank must have been measured.
+        By the work alone: what fewer ranks save in exchanging gradients is not known. A rank must have been measured.
         """
-        costs, even = [p.cost() for p in self._predictors], self.limits.total / len(self._predictors)
-        order = sorted(range(len(costs)), key=lambda rank: costs[rank].seconds(even))
-        found: tuple[tuple[int, ...], float] = tuple(order), math.inf
-        for n in range(len(order), 0, -1):
-            best = minimax_none_or_least(
-                [costs[r] for r in order[:n]], self.limits.total, least=self.limits.least,
-                upper=[self.limits.upper[r] for r in order[:n]], quantum=self.limits.quantum,
-            )  # fmt: skip
-            if best.makespan_s < found[1]:
-                found = tuple(order[:n]), best.makespan_s
-        return found
+        limits = self.limits
+        costs = [p.cost() for p in self._predictors]
+        return fastest_alone(costs, limits.total, upper=limits.upper, least=limits.least, quantum=limits.quantum)
 
     def limit(
         self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]

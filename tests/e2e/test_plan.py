@@ -18,12 +18,10 @@ def test_a_module_is_measured_and_planned_for_a_cluster(tmp_path: Path) -> None:
     done = run(command, tmp_path, timeout_s=120.0)
     assert done.returncode == 0, done.stderr
     assert "DigitsCNN measured here, as 9 layers" in done.stdout
-    assert "\nlightning-hetero-train model=digits data=digits cluster=two_fast_two_slow emulation=two" in done.stdout
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["global_batch"] == 64 and len(found["estimates"]) == 4 and found["engine"] in found["verdict"]
     able = [estimate for estimate in found["estimates"] if estimate["ok"]]
-    assert all(e["python"] and e["command"].startswith("lightning-hetero-train ") for e in able)
-    assert [change["title"] for change in found["what_if"]][-1] == "2 x the batch (128 samples)"
+    assert all(e["python"] for e in able)
     assert all(d["memory_bytes"] > 0 for e in found["estimates"] for d in e["devices"] if d["work_s"] > 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json"] and left_in(tmp_path) == []
 
@@ -31,7 +29,7 @@ def test_a_module_is_measured_and_planned_for_a_cluster(tmp_path: Path) -> None:
 def test_this_machine_is_probed_and_a_mistake_is_one_line(tmp_path: Path) -> None:
     formula = "formula={kind: layers, layers: 2, params: 1e5, flops_per_sample: 1e8, flops_per_s: 1e10}"
     done = run(
-        ["-m", "lightning_hetero.cli.plan", formula, "global_batch=16", "accelerator=cpu", "what_if=[]"], tmp_path
+        ["-m", "lightning_hetero.cli.plan", formula, "global_batch=16", "accelerator=cpu"], tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "cpu:0" in done.stdout and "cpu:1" in done.stdout

@@ -76,7 +76,7 @@ def card_trainer(rank: int, world: int, strategy: Any, *, precision: str = "32-t
 
 
 def auto(**options: Any) -> AutoStrategy:
-    options = {"monitor": False, "process_group_backend": "gloo", "warm_up_s": 0.05, **options}
+    options = {"monitor": False, "process_group_backend": "gloo", **options}
     return AutoStrategy(**options)
 
 

@@ -12,7 +12,7 @@ from tests.simgpu.harness import run_sim_ranks
 
 def chosen(rank: int, world: int, backend: str) -> tuple[str, bool, list[str], kit.Weights]:
     module = kit.Plain()
-    strategy = kit.strategy_of("auto", backend, engines=("balanced", "pipeline"), warm_up_s=0.05)
+    strategy = kit.strategy_of("auto", backend, engines=("balanced", "pipeline"))
     trainer = kit.trainer_on_gpus(world, strategy)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -55,11 +55,19 @@ from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 _TRIES, _LESS = 3, 0.8  # further plans, with so much of the memory that could not be had
 
 
-def probed(strategy: DDPStrategy, group: dist.ProcessGroup) -> Cluster:
-    """Returns the devices and links as a strategy's training will use them; collective, behind its set-up."""
+def probed(strategy: DDPStrategy, group: dist.ProcessGroup, *, links: bool = True) -> Cluster:
+    """Returns the devices and links as a strategy's training will use them; collective, behind its set-up.
+
+    Args:
+        strategy: whose training it is.
+        group: of all ranks.
+        links: whether speeds and links are measured; else they are equal, and free.
+    """
     direct = rank_device(strategy.root_device, strategy.process_group_backend).backend
     dtype = trained_dtype(strategy.precision_plugin.precision)
-    return probe_cluster(group, strategy.root_device, direct=direct, communicators=MOST_COMMUNICATORS, dtype=dtype)
+    return probe_cluster(
+        group, strategy.root_device, direct=direct, communicators=MOST_COMMUNICATORS, dtype=dtype, links=links
+    )
 
 
 class CannotDivideError(RuntimeError):
@@ -178,7 +186,7 @@ class Planner:
             raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(layers)}")
         if model is None and (settings.plan is None or settings.watched or times is not None):
             sizes, again = settings.micro_batch_size, settings.checkpoint_layers
-            model, calls = measure_model(step, micro_batch_size=sizes, checkpoint_layers=again)
+            model, calls, _ = measure_model(step, micro_batch_size=sizes, checkpoint_layers=again)
         else:
             calls = declared_calls(step.module) or calls_in(step)
         return model if model is None or times is None else emulated(model, times), calls

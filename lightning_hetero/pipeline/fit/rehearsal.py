@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from statistics import median
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,16 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
+from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import device_of, is_out_of_memory, nothing_drawn
+from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.fit.leader_step import add_hint, leader_runs
-from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside, measure_whole
-from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
+from lightning_hetero.pipeline.runtime.measure.around_backbone import (
+    REPEATS,
+    count_calls,
+    measure_outside,
+    measure_whole,
+)
 from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import move_but, state_copies
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
@@ -64,8 +71,24 @@ class Rehearsal:
     context: Callable[[], AbstractContextManager[Any]]
 
 
-def measure_model(step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool) -> tuple[ModelCost, int]:
-    """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
+class Measured(NamedTuple):
+    """What steps of a module cost.
+
+    Attributes:
+        model: by layer.
+        calls: of the backbone, in one step.
+        series_s: successive steps of the larger size, where the module was measured as a whole [s].
+    """
+
+    model: ModelCost
+    calls: int
+    series_s: tuple[float, ...] = ()
+
+
+def measure_model(
+    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, repeats: tuple[int, int] = REPEATS
+) -> Measured:
+    """Returns the costs of a module. Nothing of the module changes.
 
     The layers stay where they are; one at a time is copied to the device. Where that does not fit with so many samples,
     fewer are tried; where an accelerator takes hardly longer for them than for a few, because launching its work takes
@@ -75,6 +98,7 @@ def measure_model(step: Rehearsal, *, micro_batch_size: int | None, checkpoint_l
         step: the user's.
         micro_batch_size: largest number of samples to measure with; None: the loader's batch, at most 64.
         checkpoint_layers: whether layers are computed again in the backward pass.
+        repeats: how often steps of the smaller and of the larger size run, after one of each that does not count.
 
     Raises:
         TypeError, ValueError: the loader yields no example.
@@ -82,7 +106,8 @@ def measure_model(step: Rehearsal, *, micro_batch_size: int | None, checkpoint_l
         torch.OutOfMemoryError: not even a single layer, with what is outside of the layers, fits the device.
     """
     with nobody_notices(step.module, step.loader, step.device):
-        samples, measured = _few(step.loader, micro_batch_size), partial(_measured, step, again=checkpoint_layers)
+        measured = partial(_measured, step, repeats, again=checkpoint_layers)
+        samples = _few(step.loader, micro_batch_size)
         grows = micro_batch_size is None and device_of(step.device).asynchronous
         few, found = 0, None
         while found is None:
@@ -97,7 +122,7 @@ def measure_model(step: Rehearsal, *, micro_batch_size: int | None, checkpoint_l
                 samples = samples[: len(samples) // 2]
             if found is None:
                 gc.collect()  # the failed step's frames hold what they computed
-        while grows and _is_flat(found[0], (few, len(samples))) and _MORE * len(samples) <= _MOST_GROWN:
+        while grows and _is_flat(found.model, (few, len(samples))) and _MORE * len(samples) <= _MOST_GROWN:
             samples = samples * _MORE
             try:
                 found = measured(samples, few)
@@ -122,22 +147,54 @@ def calls_in(step: Rehearsal) -> int:
     return 1  # the first batch shows what is wrong with it
 
 
-def measure_series(step: Rehearsal, steps: int) -> list[float]:
-    """Returns the seconds of successive steps on the same samples, forward and backward. Nothing of the module changes.
+def measure_own(step: Rehearsal) -> float:
+    """Returns what an update costs a rank besides work and exchange: reading its batch, and the optimizer's step [s].
 
-    Args:
-        step: the user's.
-        steps: how many.
-
-    Raises:
-        TypeError, ValueError: the loader yields no example.
+    Of a loader with workers reading costs nothing. Optimizers are those of ``configure_optimizers``, on zero gradients;
+    where it needs more than there is before training, AdamW's step stands for theirs. Nothing of the module changes.
     """
-    assert isinstance(step.loader, DataLoader)
-    with nobody_notices(step.module, step.loader, step.device), step.context():
+    loader, trained = step.loader, [p for p in step.module.parameters() if p.requires_grad]
+    assert isinstance(loader, DataLoader)
+
+    def read() -> None:
+        if not loader.num_workers:
+            step.to_device(loader.collate_fn(first_samples(loader, loader.batch_size or 1)))
+
+    with nobody_notices(step.module, loader, step.device):
         _move_outside(step)
-        batch = step.to_device(step.loader.collate_fn(_few(step.loader, None)))
-        body = partial(compat.call_training_step, step.module, batch, 0)
-        return series_of(body, parameters=list(step.module.parameters()), device=step.device, steps=steps)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        read_s = usual_s(read, step.device)
+        try:
+            with patched(step.module.trainer.fit_loop, "setup_data", None):  # to estimate steps would begin training
+                optimizers = _optimizers_in(step.module.configure_optimizers())
+            return read_s + sum(_step_s(optimizer, step.device) for optimizer in optimizers)
+        except Exception:  # whatever it needs
+            return read_s + (_step_s(torch.optim.AdamW(trained), step.device) if trained else 0.0)
+
+
+def _step_s(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    return usual_s(lambda: optimizer.step(lambda: 0.0), device)
+
+
+def usual_s(call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
+    """Returns the median time of three calls, each after ``before``, and after one that does not count [s]."""
+    timer, times_s = Timer(device), list[float]()
+    for _ in range(1 + 3):
+        before()
+        start = timer.mark()
+        call()
+        times_s.append(timer.seconds(start, timer.mark()))
+    return median(times_s[1:])
+
+
+def _optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of what ``configure_optimizers`` returns."""
+    if isinstance(made, dict):
+        return _optimizers_in(made.get("optimizer"))
+    if isinstance(made, list | tuple):
+        return [optimizer for one in made for optimizer in _optimizers_in(one)]
+    return [made] if isinstance(made, torch.optim.Optimizer) else []
 
 
 def _is_flat(model: ModelCost, sizes: tuple[int, int]) -> bool:
@@ -147,7 +204,7 @@ def _is_flat(model: ModelCost, sizes: tuple[int, int]) -> bool:
     return many_s < _GROWTH * few_s
 
 
-def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> tuple[ModelCost, int]:
+def _measured(step: Rehearsal, repeats: tuple[int, int], samples: list[Any], few: int, *, again: bool) -> Measured:
     """Measures with a few of these samples and with all, ``again``: layers are computed again for their backward."""
     module, layers, device = step.module, step.backbone.layers, step.device
     _move_outside(step)
@@ -161,18 +218,21 @@ def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> 
         ]
         if isinstance(step.backbone, Undivided):
             name = step.backbone.names[0]
-            return measure_whole(bodies, module=module, name=name, copies=copies, device=device), 1
+            whole = {"module": module, "name": name, "copies": copies, "device": device, "repeats": repeats}
+            model, series_s = measure_whole(bodies, **whole)
+            return Measured(model, 1, series_s)
         inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
         before, head, calls, first = measure_outside(
             bodies, cut=step.backbone.cut(), layers=layers,
             parameters=[p for p in module.parameters() if id(p) not in inside],
             buffers=[b for b in module.buffers() if id(b) not in inside], copies=copies, device=device,
+            repeats=repeats,
         )  # fmt: skip
         model = profile_on_device(
             layers, first, names=step.backbone.names, device=device, copies=copies,
             before=before, head=head, call=_computed_again if again else None,
         )  # fmt: skip
-    return model, calls
+    return Measured(model, calls)
 
 
 def _move_outside(step: Rehearsal) -> None:

@@ -24,42 +24,35 @@ def asked(*overrides: str) -> dict[str, Any]:
 
 
 def test_a_formula_on_a_described_cluster() -> None:
-    given = asked("cluster=two_fast_two_slow", FORMULA, "global_batch=16", "prices=[2,2,1,0.5]")
+    given = asked("cluster=two_fast_two_slow", FORMULA, "global_batch=16")
     setup, notes = read_setup(given)
-    assert setup.ranks == 4 and setup.prices == (2.0, 2.0, 1.0, 0.5) and "costs by formula: 4 layers" in notes[0]
-    found, changes = answer(setup, given)
-    assert [title for title, _ in changes] == [
-        "without rank 3 (quarter)", "without rank 2 (half)", "without rank 1 (fast:1)", "2 x the batch (32 samples)",
-    ]  # fmt: skip
+    assert setup.ranks == 4 and "costs by formula: 4 layers" in notes[0]
+    found = answer(setup, given)
     assert found.chosen is not None
-    paste = to_paste(found.chosen, given, ["cluster=two_fast_two_slow"])
-    text = plan_tables(found, changes, paste)
-    assert all(engine in text for engine in ("ddp", "balanced", "pipeline", "stale")) and "per 1M samples" in text
-    assert text.endswith(str(paste["python"])) and paste["command"] is None  # the module is not here
+    paste = to_paste(found.chosen, given)
+    text = plan_tables(found, paste)
+    assert all(engine in text for engine in ("ddp", "balanced", "pipeline", "stale"))
+    assert paste is not None and text.endswith(paste)
     assert f"{found.verdict}\nNot counted: data loading" in text and "rank 3 (quarter): " in text
-    assert re.search(r"^unchanged +\w+ .* 1\.00x", text, flags=re.M)
 
 
-def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
+def test_a_recorded_run(tmp_path: Path) -> None:
     written(tmp_path / "events", [[(8, 0.1, 0.32), (8, 0.4, 0.02)]] * 6)
-    given = asked(f"run={tmp_path}", "what_if=[{speed: {1: 2}}]", "engines=[ddp,hetero_balanced]")
+    given = asked(f"run={tmp_path}", "engines=[ddp,hetero_balanced]")
     setup, notes = read_setup(given)
-    found, changes = answer(setup, given)
+    found = answer(setup, given)
     assert notes == [f"as recorded in {tmp_path}"] and setup.global_batch == 16
     assert {e.engine for e in found.estimates} == {"ddp", "balanced"}
-    (change,) = changes
-    title, other = change
-    assert title == "speed {1:2}" and other.estimates[-1].step_s < found.estimates[-1].step_s
-    given = asked(f"run={tmp_path}", "exchange_s=0.5", "what_if=[]")
+    given = asked(f"run={tmp_path}", "exchange_s=0.5")
     setup, _ = read_setup(given)
-    assert setup.exchange_s == 0.5 and answer(setup, given)[1] == []
+    assert setup.exchange_s == 0.5
 
 
 def test_what_cannot_train_is_in_the_table() -> None:
-    given = asked("cluster=small_memory", FORMULA, "global_batch=8", "what_if=[]")
+    given = asked("cluster=small_memory", FORMULA, "global_batch=8")
     setup, _ = read_setup({**given, "formula": {**given["formula"], "params": 1e9}})
-    text = plan_tables(plan(setup), [("t", plan(setup))])
-    assert text.count("cannot train this") >= 4 and "nan" not in text and "no engine can train this" in text
+    text = plan_tables(plan(setup))
+    assert text.count("cannot train this") >= 2 and "nan" not in text and "no engine can train this" in text
 
 
 @pytest.mark.parametrize(
@@ -68,8 +61,6 @@ def test_what_cannot_train_is_in_the_table() -> None:
         ([], "give one of module, formula and run, here are none of them"),
         ([FORMULA, "run=here"], "here are ['formula', 'run']"),
         ([FORMULA, "cluster=equal4"], "global_batch=null: no loader tells it"),
-        ([FORMULA, "cluster=equal4", "global_batch=8", "prices=[1]"], "prices has 1 entries"),
-        ([FORMULA, "cluster=equal4", "global_batch=8", "prices=cheap"], "prices='cheap' must be"),
         (["run=nowhere"], "no trace in nowhere"),
         (["module=no.such:Thing", "cluster=equal4"], "module='no.such:Thing' cannot be imported"),
         (["module=pathlib:Path", "cluster=equal4"], "it must be a LightningModule"),
@@ -81,12 +72,8 @@ def test_what_is_not_enough_is_refused(overrides: list[str], words: str) -> None
         read_setup(asked(*overrides))
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [({"engines": []}, "engines=[] must be one or more"), ({"what_if": "all"}, "what_if='all' must be")],
-)
-def test_what_is_unknown_is_refused(more: dict[str, Any], words: str) -> None:
+def test_no_engine_is_refused() -> None:
     given = asked("cluster=equal4", FORMULA, "global_batch=64")
     setup, _ = read_setup(given)
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        answer(setup, {**given, **more})
+    with pytest.raises(ValueError, match=re.escape("engines=[] must be one or more")):
+        answer(setup, {**given, "engines": []})

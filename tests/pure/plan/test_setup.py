@@ -10,7 +10,7 @@ import pytest
 from lightning_hetero.plan.setup import whole_step
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.plans import replicas
-from lightning_hetero.types import GroupPlan
+from lightning_hetero.types import AffineCost, GroupPlan
 from tests.pure.plan.kit import layered, lines, model
 
 pytestmark = pytest.mark.pure
@@ -49,8 +49,8 @@ def test_an_exchange_that_is_given_holds_and_one_device_has_none() -> None:
         ({"global_batch": 2.0}, ValueError, "global_batch=2.0 must be a whole number"),
         ({"costs": ()}, ValueError, "neither model nor costs are given"),
         ({"costs": (1.0,) * 4}, TypeError, "must be lines"),
-        ({"prices": (1.0,)}, ValueError, "prices has 1 entries; give one per device: there are 4"),
-        ({"prices": (1.0, -1.0, 1.0, 1.0)}, ValueError, r"prices\[1\]=-1.0 must be a finite number >= 0"),
+        ({"costs": (AffineCost(fixed_s=0.0, per_sample_s=1.0),)}, ValueError, "costs has 1 entries; give one per"),
+        ({"own_s": -1.0}, ValueError, r"own_s=-1.0 must be a finite number >= 0"),
         ({"exchange_s": math.nan}, ValueError, "exchange_s=nan must be"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,12 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AutoStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
+from lightning_hetero import AutoStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
+from lightning_hetero.auto import warm_up
+from lightning_hetero.cluster.spec import equal_cluster
+from lightning_hetero.pipeline.fit import planning
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.types import AffineCost, Link
 from tests.ranks.exact_models import Manual
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, Toy, Weights, balanced, rank_trainer, regression, single, weights
@@ -25,7 +32,7 @@ def loader(world: int) -> DataLoader:
 
 
 def auto(**kwargs: Any) -> AutoStrategy:
-    return AutoStrategy(**{"monitor": False, "process_group_backend": "gloo", "warm_up_s": 0.05, **kwargs})
+    return AutoStrategy(**{"monitor": False, "process_group_backend": "gloo", **kwargs})
 
 
 class Drawing(Toy):
@@ -142,6 +149,80 @@ def test_what_is_measured_decides_and_both_exact_engines_are_exact() -> None:
     assert all(series >= 8 and trained.distance(weights(expected)) <= EXACT for trained, (_, series) in outcomes)
 
 
+CALLED: list[str] = []  # nothing that a trial puts back
+
+
+class Counting(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        CALLED.append("step")
+        return super().training_step(batch, batch_idx)
+
+
+def tried_out(self: warm_up.WarmUp) -> Setup:
+    """A trial that tells how many steps it takes."""
+    found = measure(self)
+    CALLED.append("tried")
+    return found
+
+
+measure = warm_up.WarmUp.measure
+
+
+def planned_job(rank: int, world: int) -> tuple[Weights, int, str, bool]:
+    """Gradients take long, and links are slow: the pipeline's layers are measured and planned for, once."""
+    CALLED.clear()
+    slow = Link(bandwidth_bytes_per_s=1e5)
+    links = replace(equal_cluster(world), links=((slow,) * world,) * world)
+    module, strategy = Counting(), auto(engines=("balanced", "pipeline"))
+    callbacks = [ThrottleCallback(Scenario(sample_s=2e-4))]
+    trainer = rank_trainer(rank, world, strategy, callbacks=callbacks, max_epochs=2)
+    exchange = mock.patch.object(warm_up.WarmUp, "_exchange", lambda *_: 1.0)
+    again = mock.patch.object(planning, "measure_model", side_effect=AssertionError("measured again"))
+    trial = mock.patch.object(warm_up.WarmUp, "measure", tried_out)
+    with exchange, again, trial, mock.patch.object(warm_up, "probed", lambda *_, **__: links):
+        trainer.fit(module, loader(world))
+    engine, choice = trainer.strategy, strategy.choice
+    assert isinstance(engine, HeteroPipelineStrategy) and choice is not None and choice.plan is not None
+    assert choice.plan.chosen is not None and choice.plan.chosen.plan is not None and engine.planned is not None
+    same = engine.planned.plan.groups == choice.plan.chosen.plan.groups
+    return weights(module), CALLED.index("tried"), type(engine.plan_settings.profile).__name__, same
+
+
+def test_a_trial_is_at_most_twenty_steps_and_a_pipelines_plan_is_made_once() -> None:
+    expected = Toy()
+    single(expected, regression(SAMPLES), BATCH, max_epochs=2)
+    for rank, (trained, tried, profile, same) in enumerate(run_ranks(2, planned_job)):
+        assert trained.distance(weights(expected)) <= EXACT
+        assert warm_up.STEPS == 20 and tried == (20 if rank == 0 else 16)
+        assert profile == "ModelCost" and same
+
+
+def looked_again_job(rank: int, world: int) -> tuple[list[str], str]:
+    """The trial meets no slow spell, the training many."""
+    data = DataLoader(regression(60 * BATCH), batch_size=BATCH // world)
+    told = {"hetero_balanced": {"exchange_every": 1}}  # of each step, else of as many as are worth a message
+    strategy, kinds = auto(engines=("balanced", "stale"), options=told), []
+    scenario = Scenario(sample_s=5e-4, step_s=1e-3, spells={"factor": 20.0, "steps": 1, "probability": 0.2})
+    trainer = rank_trainer(rank, world, strategy, callbacks=[ThrottleCallback(scenario)], max_epochs=1)
+    calm = mock.patch.object(
+        warm_up, "_emulated", lambda *_: (AffineCost(fixed_s=1e-3, per_sample_s=5e-4), (1.0,) * 12)
+    )
+    module = Toy()
+    with calm:
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, data)
+            kinds.append(type(trainer.strategy).__name__)
+    assert strategy.choice is not None
+    return kinds, strategy.choice.line
+
+
+def test_records_that_contradict_the_trial_choose_the_next_fits_engine() -> None:
+    for kinds, line in run_ranks(2, looked_again_job):
+        assert kinds == ["LoadBalancedStrategy", "BoundedStalenessStrategy"]
+        assert line.startswith("hetero_auto: by the steps so far hetero_stale would take")
+
+
 class Unready(Toy):
     """Cannot be tried before training has begun."""
 
@@ -242,8 +323,6 @@ def test_on_one_device_it_is_ddp() -> None:
 def test_arguments_are_checked_when_it_is_made() -> None:
     with pytest.raises(ValueError, match=r"engines=\('fast',\) must be one or more of hetero_balanced, hetero_pipe"):
         AutoStrategy(engines=("fast",))
-    with pytest.raises(ValueError, match=r"warm_up_s=0 must be a finite number > 0"):
-        AutoStrategy(warm_up_s=0)
     with pytest.raises(ValueError, match="options="):
         AutoStrategy(engines=("balanced",), options={"stale": {"bound": 1}})
     with pytest.raises(TypeError, match="bnd"):

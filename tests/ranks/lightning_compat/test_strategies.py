@@ -155,9 +155,14 @@ def test_follow() -> None:
 
 
 def test_hand_over() -> None:
-    """`trainer.strategy` is the other one, which has the module."""
+    """`trainer.strategy` is the other one, which has the module; what an earlier fit has logged is forgotten."""
     trainer = Trainer(strategy=DDPStrategy(), devices=2, accelerator="cpu", logger=False)
     module, new = Toy(), DDPStrategy()
     trainer.strategy.connect(module)
+    epoch, logged = trainer.fit_loop.epoch_loop, {"training_step.loss": None}
+    loops = (epoch, epoch.val_loop, trainer.validate_loop, trainer.test_loop)
+    for loop in loops:
+        loop._results.update(logged)  # type: ignore[arg-type]
     hand_over(trainer, trainer.strategy, new)  # type: ignore[arg-type]
     assert trainer.strategy is new and new.lightning_module is module, VERSIONS
+    assert not any(loop._results for loop in loops), VERSIONS

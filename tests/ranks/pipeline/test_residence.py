@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.measure import timer
 from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.fit import rehearsal as rehearsing
-from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_series
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_own
 from lightning_hetero.pipeline.runtime.measure import memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
@@ -128,7 +128,7 @@ def test_one_layer_at_a_time_is_on_the_device(device: CountedDevice) -> None:
     assert whole > 9 * LAYER_BYTES
     device.cap_bytes = 2 * LAYER_BYTES
     before = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    model, calls = measured(module)
+    model, calls, _ = measured(module)
     assert calls == 1 and len(model.layers) == 10
     assert outside + LAYER_BYTES <= device.peak_bytes <= outside + 1.01 * LAYER_BYTES
     now = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -139,7 +139,7 @@ def test_fewer_samples_are_tried_where_so_many_do_not_fit(
     device: CountedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Wide, "most_rows", 5)
-    model, _ = measured(Wide())
+    model, *_ = measured(Wide())
     assert model.layers[0].output_bytes == 64 * 8  # of 4 samples
     monkeypatch.setattr(Wide, "most_rows", 1)
     with pytest.raises(torch.OutOfMemoryError, match="with one layer at a time and 2 samples, does not fit cpu:0"):
@@ -159,7 +159,7 @@ def test_what_fits_nowhere_is_told_with_a_way_out(device: CountedDevice) -> None
     with pytest.raises(torch.OutOfMemoryError, match=r"the whole model with 2 samples does not fit.*backbone='tower'"):
         measured(module, named=False)
     device.cap_bytes = 20 * LAYER_BYTES
-    model, calls = measured(module, named=False)
+    model, calls, _ = measured(module, named=False)
     assert calls == 1 and [layer.name for layer in model.layers] == ["Wide"]
     trained = sum(p.nbytes for p in module.parameters())
     assert model.layers[0].param_bytes == trained
@@ -172,10 +172,55 @@ def test_a_series_of_whole_steps_has_the_module_on_the_device(device: CountedDev
     whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     before = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
     step = replace(rehearsal(module), backbone=undivided(module, "as a whole"))
-    assert len(measure_series(step, 8)) == 8
+    found = measure_model(step, micro_batch_size=None, checkpoint_layers=False, repeats=(2, 8))
+    assert len(found.series_s) == 8 and len(found.model.layers) == 1
     assert device.peak_bytes >= whole
     now = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
     assert now == before and not any(b.any() for b in module.buffers())
+
+
+class Planned(Wide):
+    """Its optimizer is made from how long the training will be, and moves parameters and a count of its steps."""
+
+    stepped = 0
+
+    def __init__(self, *, looks_ahead: bool) -> None:
+        super().__init__()
+        self.looks_ahead = looks_ahead
+
+    def configure_optimizers(self) -> Any:
+        if self.looks_ahead:
+            assert self.trainer.estimated_stepping_batches > 0
+        return {"optimizer": Slow(self.parameters(), lr=0.1, weight_decay=0.5)}
+
+
+class Slow(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        Launched.now_s += 5.0
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("looks_ahead", "own_s"), [(False, 7.0), (True, 2.0)])
+def test_an_updates_own_time_is_reading_and_the_optimizers_step_and_nothing_stays(
+    looks_ahead: bool, own_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the optimizer cannot be made yet, one of torch's stands for it, which takes no time by this clock."""
+
+    def collated(samples: Any) -> Any:
+        Launched.now_s += 2.0
+        return torch.utils.data.default_collate(samples)
+
+    ahead = Ahead(torch.device("cpu"))
+    monkeypatch.setattr(ahead, "stamp", lambda **_: Stamp(Launched.now_s))
+    monkeypatch.setattr(timer, "device_of", lambda _: ahead)
+    monkeypatch.setattr(timer, "_WARM_S", 0.0)
+    module = Planned(looks_ahead=looks_ahead)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    step = replace(rehearsal(module), loader=DataLoader(regression(32), batch_size=16, collate_fn=collated))
+    assert measure_own(step) == own_s
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.trainer.train_dataloader is None  # nothing of the fit has begun
 
 
 class Ahead(HostDevice):
@@ -203,7 +248,7 @@ def test_more_samples_are_tried_where_they_seem_to_cost_nothing(
         monkeypatch.setattr(module, "device_of", lambda _: ahead)
     monkeypatch.setattr(timer, "_WARM_S", 0.0)
     step = replace(rehearsal(found := Launched()), backbone=undivided(found, "as a whole"))
-    model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False)
+    model, *_ = measure_model(step, micro_batch_size=None, checkpoint_layers=False)
     # 16 samples, then 64, 256 and 1024; of these 4 and 1024 count, which take 1 s and 5 s.
     (layer,) = model.layers
     assert layer.forward.seconds(4) == pytest.approx(1.0) and layer.forward.seconds(1024) == pytest.approx(5.12)

@@ -39,7 +39,7 @@ class NeverCalledError(RuntimeError):
     """The step does not call the backbone."""
 
 
-_REPEATS = 3  # runs per size, whose median counts, after one that does not
+REPEATS = (3, 3)  # runs of the smaller and the larger size, whose median counts, after one that does not
 
 
 class _Seen(NamedTuple):
@@ -51,6 +51,7 @@ class _Seen(NamedTuple):
         kept_bytes: before the backbone, and behind it.
         route, message: of the first call of the backbone.
         calls: of the backbone.
+        series_s: whole runs, one after the other [s].
     """
 
     samples: int
@@ -59,11 +60,13 @@ class _Seen(NamedTuple):
     route: Route
     message: Any
     calls: int
+    series_s: tuple[float, ...] = ()
 
 
 def measure_outside(
     bodies: Sequence[tuple[int, Callable[[], Any]]], *, cut: BackboneCut, layers: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor], copies: Mapping[int, int], device: torch.device,
+    repeats: tuple[int, int] = REPEATS,
 ) -> tuple[LayerCost, LayerCost, int, dict[int, tuple[Route, Any]]]:  # fmt: skip
     """Measures the step outside of the backbone.
 
@@ -81,13 +84,14 @@ def measure_outside(
         buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
         copies: of parameters that the optimizer keeps, see `state_copies`.
         device: where the step runs; layers that are elsewhere go there one at a time, in copies.
+        repeats: how often the smaller and the larger size run, after one run that does not count.
 
     Raises:
         RuntimeError: the step never calls the backbone, or not as often with every size.
         ValueError: fewer than two sizes.
     """
     inside = [p for layer in layers for p in layer.parameters()]
-    seen = _Bench(cut, layers, [*parameters, *inside], Timer(device)).measure(bodies)
+    seen = _Bench(cut, layers, [*parameters, *inside], Timer(device)).measure(bodies, repeats)
     if len({s.calls for s in seen}) > 1:
         counts = {s.samples: s.calls for s in seen}
         raise RuntimeError(
@@ -115,40 +119,30 @@ def measure_outside(
 
 def measure_whole(
     bodies: Sequence[tuple[int, Callable[[], Any]]], *, module: nn.Module, name: str, copies: Mapping[int, int],
-    device: torch.device,
-) -> ModelCost:  # fmt: skip
+    device: torch.device, repeats: tuple[int, int] = REPEATS,
+) -> tuple[ModelCost, tuple[float, ...]]:  # fmt: skip
     """Measures forward and backward of training steps whose layers are not known: the whole module is the one layer.
 
     Args:
-        bodies, copies, device: see `measure_outside`, which leaves the same changed.
+        bodies, copies, device, repeats: see `measure_outside`, which leaves the same changed.
         module: on the device.
         name: of the layer.
+
+    Returns:
+        The costs, and the seconds of successive steps of the larger size.
 
     Raises:
         ValueError: fewer than two sizes.
         torch.OutOfMemoryError: the step does not fit.
     """
-    seen = _Bench(nullcontext(), (), list(module.parameters()), Timer(device)).measure(bodies)
+    seen = _Bench(nullcontext(), (), list(module.parameters()), Timer(device)).measure(bodies, repeats)
     layer = LayerCost(
         name=name, forward=_fit(seen, 0), backward=_fit(seen, 3), param_bytes=trained_bytes(module),
         state_bytes=state_bytes(module, copies), activation_bytes=sum(seen[-1].kept_bytes) / seen[-1].samples,
     )  # fmt: skip
     free = AffineCost(fixed_s=0.0, per_sample_s=0.0)
     before, head = (LayerCost(name=end, forward=free, backward=free) for end in ("before", "head"))
-    return ModelCost(layers=(layer,), before=before, head=head)
-
-
-def measure_series(
-    body: Callable[[], Any], *, parameters: Sequence[nn.Parameter], device: torch.device, steps: int
-) -> list[float]:
-    """Returns the seconds of successive training steps, forward and backward, after one that is not counted.
-
-    Args:
-        body: a step.
-        parameters, device: see `measure_whole`; what stays changed is the same.
-        steps: how many.
-    """
-    return [sum(run.times) for run in _Bench(nullcontext(), (), parameters, Timer(device)).runs(0, body, steps)]
+    return ModelCost(layers=(layer,), before=before, head=head), seen[-1].series_s
 
 
 def count_calls(
@@ -177,14 +171,15 @@ class _Bench:
     parameters: Sequence[nn.Parameter]
     timer: Timer
 
-    def measure(self, bodies: Sequence[tuple[int, Callable[[], Any]]]) -> list[_Seen]:
+    def measure(self, bodies: Sequence[tuple[int, Callable[[], Any]]], repeats: tuple[int, int]) -> list[_Seen]:
         """Returns the medians over the runs of each size, the largest last."""
         if len({samples for samples, _ in bodies}) < 2:
             raise ValueError("bodies must be of two or more sizes: one cannot tell a fixed time from a time per sample")
         found: list[_Seen] = []
-        for samples, body in sorted(bodies, key=lambda one: one[0]):
-            runs = self.runs(samples, body, _REPEATS)
-            found.append(runs[-1]._replace(times=tuple(map(median, zip(*(r.times for r in runs), strict=True)))))
+        for (samples, body), count in zip(sorted(bodies, key=lambda one: one[0]), repeats, strict=True):
+            runs = self.runs(samples, body, count)
+            times = tuple(map(median, zip(*(run.times for run in runs), strict=True)))
+            found.append(runs[-1]._replace(times=times, series_s=tuple(sum(run.times) for run in runs)))
         return found
 
     def runs(self, samples: int, body: Callable[[], Any], count: int) -> list[_Seen]:

@@ -1,0 +1,1 @@
+"""What `AutoStrategy` takes, against the best of the engines, whole runs."""
