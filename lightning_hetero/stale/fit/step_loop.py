@@ -311,11 +311,13 @@ class StepLoop(GlobalSteps):
             kind=Ask.PUSH, epoch=at.epoch, global_step=at.global_step, substep=work.substep,
             assignment=work.grant.assignment,
             samples=work.computed, weight=work.weight, flags=flags, steps=steps, zeroes=zeroes,
+            numbers=self.source.told,
         )  # fmt: skip
-        reply = self.worker.push(request, compute_s)
+        reply = self._learn_end(self.worker.push(request, compute_s))
         self._zeroes = 0
         if final:
             self.parts.pushed(wasted=reply.wasted)
+            self.source.settle(wasted=reply.wasted)
             self._most_steps = max(work.substep, self._most_steps or 0)
         work.substep += 1
         data = {
