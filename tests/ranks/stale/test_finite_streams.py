@@ -263,7 +263,7 @@ def ends(rank: int, world: int) -> dict[str, str]:
         "several": said({"a": loader(rank), "b": loader(rank)}),
         "all empty": said(loader(rank, (0, 0, 0))),
         "fails at once": said(failing(2)),
-        "fails": said(failing(15)),
+        "fails": said(failing(18)),
         "leaves": said(loader(rank), callbacks=[Leaving()]),
     }
 
