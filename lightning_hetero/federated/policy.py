@@ -1,6 +1,5 @@
-"""The documented path of what a user passes to `FederatedStrategy`; they live in ``decide/`` and ``runtime/``."""
+"""The documented path of what a user passes to `FederatedStrategy`; they live in ``decide/``."""
 
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBsp, RoundPolicy, ScaledLr
-from lightning_hetero.federated.runtime.server import FedAdam, FedAvgM, ServerOptimizer
 
-__all__ = ["AdaptiveSteps", "FedAdam", "FedAvg", "FedAvgM", "LbBsp", "RoundPolicy", "ScaledLr", "ServerOptimizer"]
+__all__ = ["AdaptiveSteps", "FedAvg", "LbBsp", "RoundPolicy", "ScaledLr"]

@@ -26,7 +26,6 @@ from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyNam
 from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
-from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.types import LossReduction
 
@@ -47,7 +46,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             share.
         max_samples: most samples, e.g. what its memory holds; default four times the equal share. Never more than the
             rank has.
-        server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
         proximal: strength of FedProx's pull towards the last average, mu; 0: none.
         min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
             ``None``: a lost rank ends the run, as under DDP.
@@ -80,7 +78,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         policy: RoundPolicyName | RoundPolicy = "lb-bsp",
         min_samples: int | Sequence[int] | None = None,
         max_samples: int | Sequence[int] | None = None,
-        server: ServerName | ServerOptimizer | None = None,
         proximal: float = 0.0,
         min_clients: int | None = None,
         liveness_s: float = 30.0,
@@ -101,7 +98,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             raise TypeError(f"policy={policy!r} must be a name or a lightning_hetero.federated.policy.RoundPolicy")
         self.settings = FederatedSettings(
             local_steps=local_steps, policy=policy, min_samples=min_samples, max_samples=max_samples,
-            server=server_by_name(server), proximal=real("proximal", proximal), min_clients=min_clients,
+            proximal=real("proximal", proximal), min_clients=min_clients,
             liveness_s=real("liveness_s", liveness_s, above=True),
         )  # fmt: skip
 
@@ -144,7 +141,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
 
     def idle_on_one_device(self) -> dict[str, Any]:
         settings = self.settings
-        given = {"server": settings.server, "proximal": settings.proximal or None, "max_samples": settings.max_samples}
+        given = {"proximal": settings.proximal or None, "max_samples": settings.max_samples}
         return {name: value for name, value in given.items() if value is not None}
 
     # ---- one step ---------------------------------------------------------------------------------------------

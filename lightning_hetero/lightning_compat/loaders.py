@@ -87,12 +87,12 @@ def fetch_singly(trainer: Trainer) -> None:
 
     `last_is_fetched` then says which is the last. To be called while it makes an iterator of the train loader.
     """
-    setattr(trainer.fit_loop._data_fetcher, "prefetch_batches", 0)
+    trainer.fit_loop._data_fetcher.prefetch_batches = 0
 
 
 def last_is_fetched(trainer: Trainer) -> None:
     """The batch that the training loop fetches now is the epoch's last."""
-    setattr(trainer.fit_loop._data_fetcher, "done", True)
+    trainer.fit_loop._data_fetcher.done = True
 
 
 def is_train_iterator(trainer: Trainer, iterator: object) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.e2e.programs import left_in
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.timeout(200)
 PATIENCE_S, LIVENESS_S = 90.0, 3.0
 BATCH, TAU, EPOCHS, ROUNDS = 4, 2, 4, 3  # rounds of an epoch
 PARTS = (range(0, 20), range(20, 42), range(42, 64))  # 5, 6 and 6 batches
-LR, MOMENTUM = 0.7, 0.5  # of the server
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -32,9 +30,9 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_hetero.federated.policy import FedAvg, FedAvgM
+from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.federated.kit import Plain, federated, own
-from tests.e2e.test_federated import BATCH, EPOCHS, LIVENESS_S, LR, MOMENTUM, PARTS, TAU
+from tests.e2e.test_federated import BATCH, EPOCHS, LIVENESS_S, PARTS, TAU
 
 ASKED = json.loads(sys.argv[1])
 RANK = int(os.environ["LOCAL_RANK"])
@@ -67,7 +65,7 @@ class Client(Plain):
 
 if "gate" in ASKED:
     gate(ASKED["gate"])
-strategy = federated(policy=FedAvg(again=True), local_steps=TAU, server=FedAvgM(lr=LR, momentum=MOMENTUM),
+strategy = federated(policy=FedAvg(again=True), local_steps=TAU,
                      min_clients=2, liveness_s=LIVENESS_S, monitor=True)
 trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_epochs=EPOCHS, logger=False,
                   enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
@@ -80,7 +78,7 @@ said = {"weights": [p.flatten().tolist() for p in module.parameters()], "steps":
 
 
 def simulated(trained: dict[int, dict[int, list[list[int]]]]) -> list[list[float]]:
-    """FedAvgM by hand of who took part in each round.
+    """FedAvg by hand of who took part in each round.
 
     Args:
         trained: by round and rank, the indices of its batches.
@@ -88,7 +86,6 @@ def simulated(trained: dict[int, dict[int, list[list[int]]]]) -> list[list[float
     whole, module = data(), Plain(momentum=0.9)
     common = [p.detach().clone() for p in module.parameters()]
     kept: list[Any] = [None] * len(common)
-    m = [torch.zeros_like(p) for p in common]
     for number in sorted(trained):
         ended, used = [], []
         for batches in trained[number].values():
@@ -106,11 +103,9 @@ def simulated(trained: dict[int, dict[int, list[list[int]]]]) -> list[list[float
             ended.append([(p.detach(), optimizer.state[p]["momentum_buffer"]) for p in mine.parameters()])
             used.append(sum(map(len, batches)))
         for i in range(len(common)):
-            mean, kept[i] = (
+            common[i], kept[i] = (
                 sum(n * client[i][k] for n, client in zip(used, ended, strict=True)) / sum(used) for k in (0, 1)
             )
-            m[i] = MOMENTUM * m[i] + common[i] - mean
-            common[i] = common[i] - LR * m[i]
     return [p.flatten().tolist() for p in common]
 
 

@@ -1,6 +1,6 @@
 """What the ranks have in common when they have met: parameters, buffers, optimizer states (layer L).
 
-    rows of numbers -> weighted average of parameters, buffers, optimizer states -> the server's step from it
+    rows of numbers -> weighted average of parameters, buffers, optimizer states
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class Averaging:
         self._trainer, self._settings, self._channel = trainer, settings, channel
         self._trainable: set[int] = set()  # parameters that were trained when the ranks met, by id
         self._before: dict[int, Tensor] = {}  # the last average, by id of the parameter
-        if settings.server is not None:
-            settings.server.forget()
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -91,9 +89,6 @@ class Averaging:
         rows, wait_s = average() if clients is None else clients.together("average", average, self._copied)
         if said := disagreement(rows, members.alive):
             raise RuntimeError(said)
-        server, trained = self._settings.server, self._parameters()
-        if server is not None and sum(one.weight for one in rows) > 0:  # its step from the average, alike on all
-            server.step([self._before.get(id(p), p.detach()) for p in trained], [p.detach() for p in trained])
         return rows, wait_s
 
     def _average(self, tensors: Sequence[Tensor], rows: Sequence[ClientRow]) -> None:
@@ -131,7 +126,7 @@ class Averaging:
         """Takes what there is now for the last average."""
         trained = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
         self._trainable = {id(p) for p in trained}
-        if self._settings.server is not None or self._settings.proximal:
+        if self._settings.proximal:
             self._before = {id(p): p.detach().clone() for p in trained}
 
     def pull(self) -> None:

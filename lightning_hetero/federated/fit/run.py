@@ -136,8 +136,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         if self.rounds.course is None:
             return state
         places = [list(self._places[rank]) for rank in range(self.trainer.world_size)]
-        server = {} if self._settings.server is None else {"server": self._settings.server.state_dict()}
-        return {**state, "clients": places, **self.rounds.state_dict(), **server}
+        return {**state, "clients": places, **self.rounds.state_dict()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
@@ -148,8 +147,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
         if len(places) == self.trainer.world_size:
             self._places = {rank: (int(passes), int(taken)) for rank, (passes, taken) in enumerate(places)}
         self.rounds.resume(state)
-        if self._settings.server is not None and state.get("server"):
-            self._settings.server.load_state_dict(state["server"])
 
     # ---- a local step -----------------------------------------------------------------------------------------
 

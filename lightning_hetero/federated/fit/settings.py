@@ -10,7 +10,6 @@ from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.server import ServerOptimizer
 
 COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
 
@@ -36,17 +35,15 @@ class FederatedSettings:
     policy: RoundPolicy
     min_samples: int | Sequence[int] | None
     max_samples: int | Sequence[int] | None
-    server: ServerOptimizer | None
     proximal: float
     min_clients: int | None
     liveness_s: float
 
     def agreed(self, shared: SharedSettings, ddp: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
-        told = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in ("policy", "server")}
+        told = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name != "policy"}
         return {
             **told,
-            "server": "None" if self.server is None else self.server.settings(),
             "global_batch_size": str(shared.global_batch_size),
             "ddp": repr(sorted(ddp.items())),
             **self.policy.settings(),

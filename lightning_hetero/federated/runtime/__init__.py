@@ -2,5 +2,4 @@
 
 ``own``        batches of the data that a rank has for itself
 ``averaging``  the weighted average of tensors and optimizer states over ranks; FedProx's pull towards it
-``server``     what a server makes of the average: momentum, Adam
 """

@@ -11,7 +11,6 @@ from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
 from lightning_hetero.types import AffineCost, LearnedCost
 
-
 _DEAD_BAND, _MIN_GAIN_S, _CHANCE = 0.02, 0.0005, 4.0  # parts are unequal only for more: of the time, s, deviations
 _GOES_ON = 0.25  # of that, once they are
 _SURE = 2  # chunks: one may have been a hiccup

@@ -1,52 +1,12 @@
-"""The arithmetic of an average: by hand, to the bit where nothing differs, and what a server or FedProx make of it."""
+"""The arithmetic of an average: by hand, to the bit where nothing differs, and what FedProx makes of it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.federated.runtime.averaging import add_proximal_, complete, kept_states
-from lightning_hetero.federated.runtime.server import FedAdam, FedAvgM, server_by_name
-
-
-def tensors(*values: float) -> list[Tensor]:
-    return [torch.tensor([value, 2 * value], dtype=torch.float64) for value in values]
-
-
-def test_fedavgm_is_momentum_on_the_pseudo_gradient() -> None:
-    server, previous = FedAvgM(lr=0.5, momentum=0.5), tensors(1.0)
-    averaged = tensors(0.0)
-    server.step(previous, averaged)  # d = 1, m = 1
-    assert averaged[0].tolist() == [0.5, 1.0]
-    again = FedAvgM(lr=0.5, momentum=0.5)
-    again.load_state_dict(server.state_dict())
-    for one in (server, again):
-        second = tensors(0.5)
-        one.step(tensors(0.5), second)  # d = 0, m = 0.5
-        assert second[0].tolist() == [0.25, 0.5]
-    plain, averaged = FedAvgM(lr=1.0, momentum=0.0), tensors(0.3)
-    plain.step(previous, averaged)
-    assert averaged[0].tolist() == pytest.approx([0.3, 0.6])
-
-
-def test_fedadam_steps_against_the_pseudo_gradient() -> None:
-    server, averaged = FedAdam(lr=0.1, betas=(0.5, 0.5), eps=1.0), tensors(0.0)
-    server.step(tensors(2.0), averaged)  # d = 2: m = 1, v = 2
-    assert float(averaged[0][0]) == pytest.approx(2.0 - 0.1 * 1.0 / (2.0**0.5 + 1.0))
-
-
-def test_servers_are_named_or_given() -> None:
-    assert isinstance(server_by_name("fedadam"), FedAdam) and server_by_name(None) is None
-    assert FedAvgM().settings() == "FedAvgM(lr=1.0, momentum=0.9)"
-    with pytest.raises(ValueError, match="server='sgd' must be one of"):
-        server_by_name("sgd")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="server=3 must be a ServerOptimizer"):
-        server_by_name(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"momentum=1\.0 must be a number >= 0 and < 1"):
-        FedAvgM(momentum=1.0)
-    with pytest.raises(ValueError, match=r"betas=\(0.9,\) must be two numbers"):
-        FedAdam(betas=(0.9,))
 
 
 def test_the_proximal_term_is_the_gradient_of_its_loss() -> None:

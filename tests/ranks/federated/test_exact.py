@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.federated.policy import FedAvg, FedAvgM
+from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.federated.kit import EXACT, SAMPLES, Plain, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, weights
@@ -151,28 +151,6 @@ def test_states_that_only_some_ranks_have_are_averaged_too() -> None:
     (first, kept), (second, also) = run_ranks(2, with_adam)
     assert first.distance(second) == 0.0 and kept == also
     assert kept[0] != 0.0 and kept[1] >= 2.0
-
-
-def served(rank: int, world: int) -> Weights:
-    strategy = federated(server=FedAvgM(lr=0.7, momentum=0.5), local_steps=2)
-    return weights(fit(rank, world, strategy, own(PARTS[rank], BATCH))[0])
-
-
-def test_the_server_steps_towards_the_average() -> None:
-    before, m = weights(Plain()), None
-
-    def momentum(modules: list[Any], optimizers: list[Any]) -> None:
-        nonlocal before, m
-        averaged = weights(modules[0])
-        d = {k: before[k] - averaged[k] for k in before}
-        m = d if m is None else {k: 0.5 * m[k] + d[k] for k in d}
-        before = Weights({k: before[k] - 0.7 * m[k] for k in before})
-        for module in modules:
-            module.load_state_dict(before)
-
-    expected = by_hand([chunks(part, BATCH) for part in PARTS], 2, rounds=momentum)
-    for trained in run_ranks(2, served):
-        assert trained.distance(expected) <= EXACT
 
 
 class Pulled(Plain):

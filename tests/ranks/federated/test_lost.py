@@ -15,12 +15,11 @@ import pytest
 from torch.utils.data import DataLoader, Subset
 
 from lightning_hetero.federated.fit import averaging
-from lightning_hetero.federated.policy import FedAvgM
 from lightning_hetero.transport.base import ServerLostError
 from lightning_hetero.transport.groups import leave_default_group
 from tests.ranks.federated.kit import EXACT, Plain, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Weights, weights
+from tests.ranks.kit import weights
 
 BATCH, TAU, LIVENESS_S = 4, 2, 2.0
 PARTS = (range(0, 24), range(24, 46), range(46, 64))  # 6, 6 and 5 batches; the last ones are of 4, 2 and 2
@@ -103,28 +102,13 @@ def without(clients: list[list[list[int]]], at: int) -> list[list[list[int]]]:
     return [*clients[:-1], clients[-1][: TAU * (at - 1)]]
 
 
-def server(weights_now: list[Weights]) -> Any:
-    """FedAvgM by hand, as `tests/ranks/federated/test_exact.py` has it."""
-    state: dict[str, Any] = {"before": weights_now[0], "m": None}
-
-    def step(modules: list[Any], optimizers: list[Any]) -> None:
-        averaged, before, m = weights(modules[0]), state["before"], state["m"]
-        d = {k: before[k] - averaged[k] for k in before}
-        m = d if m is None else {k: 0.5 * m[k] + d[k] for k in d}
-        state["m"], state["before"] = m, Weights({k: before[k] - 0.7 * m[k] for k in before})
-        for module in modules:
-            module.load_state_dict(state["before"])
-
-    return step
-
-
 @pytest.mark.parametrize(("where", "val"), [("batch", True), ("average", False)])
 def test_averages_are_those_without_the_client_that_is_lost_in_this_round(where: str, val: bool) -> None:
-    """With the server's momentum, which every rank keeps for itself: alike, also where an average was begun twice."""
-    results = run_ranks(3, losing, 2, where, {"server": FedAvgM(lr=0.7, momentum=0.5)}, 0.0, val)
+    """Also where an average was begun twice."""
+    results = run_ranks(3, losing, 2, where, {}, 0.0, val)
     clients = [chunks(part, BATCH) for part in PARTS]
-    expected = by_hand(without(clients, LOST_AT), TAU, rounds=server([weights(Plain())]))
-    with_it = by_hand(clients, TAU, rounds=server([weights(Plain())]))
+    expected = by_hand(without(clients, LOST_AT), TAU)
+    with_it = by_hand(clients, TAU)
     assert results[2][0] == "lost"
     for rank in (0, 1):
         error, trained, run, _ = results[rank]

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_hetero.federated.policy import FedAvg, FedAvgM
+from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.federated.kit import EXACT, Plain, Scripted, federated, fit, own
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, balanced, rank_trainer, weights
@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fedavg": {"policy": FedAvg()},
     "again": {"policy": FedAvg(again=True)},
     "sizes": {"policy": Scripted()},
-    "server": {"policy": FedAvg(again=True), "server": FedAvgM(lr=0.8, momentum=0.6), "proximal": 0.3},
+    "proximal": {"policy": FedAvg(again=True), "proximal": 0.3},
 }
 AT = ((0, 3), (1, 1), (1, 2))  # behind slot 2 and 5 of an epoch the ranks meet anyway, and behind the last
 
@@ -57,7 +57,7 @@ def job(rank: int, world: int, folder: str, name: str) -> list[tuple[Weights, li
     runs = [(weights(module), module.batches)]
     for file in ("0-3", "1-1", "1-2", "epoch-0"):
         torch.manual_seed(99)  # the global stream is elsewhere in a new process
-        again = {**case, "policy": type(case["policy"])(again=True) if name in ("again", "server")
+        again = {**case, "policy": type(case["policy"])(again=True) if name in ("again", "proximal")
                  else type(case["policy"])()}  # fmt: skip
         module, _ = fit(
             rank,

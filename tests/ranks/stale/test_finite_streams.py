@@ -1,4 +1,4 @@
-"""Streams of unequal length, one of each rank's own: every sample once, one process over the union, resume, refusals."""
+"""Streams of unequal length, one of each rank's own: every sample once, one process over the union."""
 
 from __future__ import annotations
 
