@@ -64,7 +64,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
-        stream: what an `IterableDataset` is: ``"finite"``: each rank's own stream, of any length; ``None``: it is refused.
+        stream: what an `IterableDataset` is: ``"finite"``: each rank's own stream, of any length; ``None``: refused.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
         loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that

@@ -1,8 +1,8 @@
 """Finite streams, one of each rank's own: how many samples are known to come, and the global steps they make (layer P).
 
-A position of the epoch's order stands for a sample of whoever is assigned it, so an assignment says only how many. Every
-rank reads ahead of what it asks for, and says with each claim and push how many samples it has read and whether that was
-all:
+A position of the epoch's order stands for a sample of whoever is assigned it, so an assignment says only how many.
+Every rank reads ahead of what it asks for, and says with each claim and push how many samples it has read and whether
+that was all:
 
     all known samples   | batch 0 | batch 1 | batch 2 |  ..      a batch begins once it is known to be whole,
                                                                  or when all streams are through

@@ -62,8 +62,8 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         if spec.kind == "stream" and self._stream is None:
             raise TypeError(
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
-                f" rank or another. Say {self._strategy_name}(stream='finite') if every rank has its own stream and ends"
-                " when it ends; or use strategy='hetero_balanced' with stream='infinite' or 'shared'"
+                f" rank or another. Say {self._strategy_name}(stream='finite') if every rank has its own stream that"
+                " ends; or use strategy='hetero_balanced' with stream='infinite' or 'shared'"
             )
         if probed(loader)[1]:
             raise TypeError(
@@ -105,8 +105,8 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         trainer, world = self._trainer, self._members.world_size
         if self._members.joining:
             raise TypeError(
-                "a rank cannot join a run in which each rank trains its own stream (stream='finite'), within an epoch of"
-                " theirs: start all ranks again from the last checkpoint"
+                "a rank cannot join a run in which each rank trains its own stream (stream='finite'): start all ranks"
+                " again from the last checkpoint"
             )
         if not trainer.lightning_module.automatic_optimization:
             raise TypeError(

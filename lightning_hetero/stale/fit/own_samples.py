@@ -51,9 +51,9 @@ class OwnSamples(OwnStream):
         used = self._used.get(first) if first else [0] * self._members.world_size
         if used is None:
             raise ValueError(
-                f"training goes on after {first} batches in the middle of an epoch, and it is not known how many samples"
-                " of their streams the ranks have used: resume from a checkpoint of stream='finite' on as many ranks as"
-                " then, or from one made at the end of an epoch"
+                f"training goes on after {first} batches in the middle of an epoch, and it is not known how many"
+                " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on as many"
+                " ranks as then, or from one made at the end of an epoch"
             )
         try:
             self.begin(used[rank])

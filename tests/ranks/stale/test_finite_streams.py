@@ -276,7 +276,7 @@ def all_ends() -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("unsaid", "BoundedStalenessStrategy(stream='finite') if every rank has its own stream"),
+        ("unsaid", "BoundedStalenessStrategy(stream='finite') if every rank has its own stream that"),
         ("shared", "stream='shared' must be one of (None, 'finite')"),
         ("by hand", "cannot be combined with manual optimization here"),
         ("sizes", "the train loaders differ between ranks in batch_size"),

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str, tuple[str, ...]]] =
         ("the Trainer's sync_batchnorm=True", "trainer.sync_batchnorm=false"),
     ),
     "16-mixed, manual": (Manual, loader, scaled, {}, "TypeError", ("16-mixed", "manual", "bf16-mixed")),
-    "stream": (Toy, stream, dict, {}, "TypeError", ("IterableDataset", "map-style", "hetero_balanced")),
+    "stream": (Toy, stream, dict, {}, "TypeError", ("IterableDataset", "stream='finite'", "hetero_balanced")),
     "two loaders": (Toy, two_loaders, dict, {}, "TypeError", ("several train loaders", "StackDataset")),
     "save": (Saves, loader, dict, {}, "RuntimeError", ("a checkpoint inside training_step", "on_train_batch_end")),
     "collective": (
