@@ -126,7 +126,7 @@ def refused_job(rank: int, world: int) -> dict[str, tuple[str, str]]:
 @pytest.mark.stock_ddp(
     "precision_mixed_manual", "stale", refused="the loss scale would change within a batch"
 )  # fmt: skip
-@pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
+@pytest.mark.stock_ddp("iterable", "stale", refused="needs `stream='finite'`")
 @pytest.mark.stock_ddp("no_dataloader", "stale", refused="such batches cannot be divided")
 @pytest.mark.stock_ddp("train_loaders", "stale", refused="samples are assigned from one order")
 @pytest.mark.stock_ddp("zero", "stale", refused="the server has the state, once")
