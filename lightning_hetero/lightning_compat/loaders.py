@@ -87,12 +87,14 @@ def fetch_singly(trainer: Trainer) -> None:
 
     `last_is_fetched` then says which is the last. To be called while it makes an iterator of the train loader.
     """
-    trainer.fit_loop._data_fetcher.prefetch_batches = 0
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetcher.prefetch_batches = 0
 
 
 def last_is_fetched(trainer: Trainer) -> None:
     """The batch that the training loop fetches now is the epoch's last."""
-    trainer.fit_loop._data_fetcher.done = True
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetcher.done = True
 
 
 def is_train_iterator(trainer: Trainer, iterator: object) -> bool:

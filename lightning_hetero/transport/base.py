@@ -29,7 +29,7 @@ class Ask(IntEnum):
 
     EPOCH = 1  # begin an epoch at `global step`; payload: how many ends, these (samples), spans that are applied, flat;
     # or -1 and what `Streams.numbers` returns
-    CLAIM = 2  # work for `global step`; payload of a finite stream, also of a PUSH: samples read, and 1 if these are all
+    CLAIM = 2  # work for `global step`; payload of a finite stream, also of a PUSH: samples read, and 1 if that is all
     PUSH = 3  # the slot holds the gradients of `assignment`; if FINAL also a claim for the same global step
     MEET = 5  # answered when every live worker has asked for it with the same `global step` (a meeting number) and text
     STATE = 6  # of optimizers and epoch; payload: the version it has, to get newer parameters, too; see share_state

@@ -23,6 +23,7 @@ from lightning_hetero.data.assigned import SampleSource
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
+from lightning_hetero.stale.fit.own_samples import OwnSamples
 from lightning_hetero.stale.fit.refusals import SEES_NOT_ALL, no_monitored_steps
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
@@ -52,7 +53,7 @@ class StepLoop(GlobalSteps):
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, source: SampleSource, *, weight: Callable[[Any], float] | None,
+        self, trainer: Trainer, session: Session, source: SampleSource | OwnSamples, *, weight: Callable[[Any], float] | None,
         sums: bool, **of_steps: Any,
     ) -> None:  # fmt: skip
         super().__init__(trainer, session, source, **of_steps)
