@@ -53,8 +53,8 @@ class StepLoop(GlobalSteps):
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, source: SampleSource | OwnSamples, *, weight: Callable[[Any], float] | None,
-        sums: bool, **of_steps: Any,
+        self, trainer: Trainer, session: Session, source: SampleSource | OwnSamples, *,
+        weight: Callable[[Any], float] | None, sums: bool, **of_steps: Any,
     ) -> None:  # fmt: skip
         super().__init__(trainer, session, source, **of_steps)
         self._weight_of = weight
