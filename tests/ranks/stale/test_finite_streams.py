@@ -55,7 +55,7 @@ class Alone:
         pass
 
 
-def runs(rank: int, world: int) -> dict[str, Seen]:
+def runs(rank: int, world: int, part: str) -> dict[str, Seen]:
     def run(data: DataLoader, module: Any = Noting, policy: Any = None, **kwargs: Any) -> Seen:
         strategy = {"stream": "finite", "policy": policy or Bsp()}
         return fit(rank, world, data, strategy=strategy, module=module(), **{"max_epochs": EPOCHS, **kwargs})
@@ -63,6 +63,23 @@ def runs(rank: int, world: int) -> dict[str, Seen]:
     def late(policy: Any, at: str) -> Seen:
         return run(loader(rank), policy=policy, callbacks=[Late(1, at, 2)])
 
+    if part == "late":
+        return {
+            "flexible": run(loader(rank), policy=Flexible()),
+            "flexible, late": late(Flexible(bound=2), "middle"),
+            "in vain": late(Flexible(bound=0), "middle"),
+            "late start": late(Flexible(bound=0), "start"),
+            "asynchronous": late(Asp(), "middle"),
+            "returns early": late(Saps(threshold=1, bound=2, micro=1), "middle"),
+        }
+    if part == "ends":
+        return {
+            "empty": run(loader(rank, (17, 0, 9)), accumulate_grad_batches=2),
+            "limited": run(loader(rank), limit_train_batches=3),
+            "dropped": run(loader(rank, drop_last=True)),
+            "whole": run(loader(rank, (20, 16, 12), drop_last=True)),
+            "stopped": run(loader(rank), max_steps=5),
+        }
     return {
         "plain": run(loader(rank), Validated, val_check_interval=3),
         "workers": run(loader(rank, workers=2, make=Iterating)),
@@ -72,24 +89,18 @@ def runs(rank: int, world: int) -> dict[str, Seen]:
         ),
         "accumulated": run(loader(rank), accumulate_grad_batches=3, gradient_clip_val=0.05),
         "weighed": run(loader(rank), Weighed),
-        "empty": run(loader(rank, (17, 0, 9)), accumulate_grad_batches=2),
         "looked at": run(loader(rank), callbacks=[Looking(3)]),
-        "limited": run(loader(rank), limit_train_batches=3),
-        "dropped": run(loader(rank, drop_last=True)),
-        "whole": run(loader(rank, (20, 16, 12), drop_last=True)),
-        "stopped": run(loader(rank), max_steps=5),
-        "flexible": run(loader(rank), policy=Flexible()),
-        "flexible, late": late(Flexible(bound=2), "middle"),
-        "in vain": late(Flexible(bound=0), "middle"),
-        "late start": late(Flexible(bound=0), "start"),
-        "asynchronous": late(Asp(), "middle"),
-        "returns early": late(Saps(threshold=1, bound=2, micro=1), "middle"),
     }  # fmt: skip
 
 
 @cache
-def all_runs() -> dict[str, list[Seen]]:
-    return by_name(run_ranks(WORLD, runs))
+def all_of(part: str) -> dict[str, list[Seen]]:
+    return by_name(run_ranks(WORLD, runs, part))
+
+
+def ran(name: str) -> list[Seen]:
+    ends = ("empty", "limited", "dropped", "whole", "stopped")
+    return all_of("late" if name in LATE else "ends" if name in ends else "barrier")[name]
 
 
 def by_epoch(ranks: Sequence[Seen]) -> list[list[list[list[int]]]]:
@@ -112,7 +123,7 @@ WHOLE = ["plain", "workers", "workers persist", "accumulated", "weighed", "empty
 
 @pytest.mark.parametrize("name", [*WHOLE, "limited", "dropped", "stopped"])
 def test_behind_a_barrier_weights_are_those_of_one_process_over_the_union(name: str) -> None:
-    ranks = all_runs()[name]
+    ranks = ran(name)
 
     class Oracle(Alone, Weighed if name == "weighed" else Noting):  # type: ignore[misc]
         pass
@@ -126,7 +137,7 @@ def test_behind_a_barrier_weights_are_those_of_one_process_over_the_union(name: 
 
 @pytest.mark.parametrize("name", [*WHOLE, *LATE])
 def test_each_sample_is_trained_once_per_epoch(name: str) -> None:
-    ranks = all_runs()[name]
+    ranks = ran(name)
     lengths = {"empty": (17, 0, 9), "whole": (20, 16, 12)}.get(name, LENGTHS)
     check_once(ranks, [samples(lengths)] * EPOCHS)
     accumulate = OPTIONS.get(name, {}).get("accumulate_grad_batches", 1)
@@ -138,20 +149,20 @@ def test_each_sample_is_trained_once_per_epoch(name: str) -> None:
 
 
 def test_behind_a_barrier_global_batches_are_whole_but_for_the_last() -> None:
-    for epoch in by_epoch(all_runs()["plain"]):
+    for epoch in by_epoch(ran("plain")):
         assert [len(step) for (step,) in epoch] == [FULL] * 8
-    for epoch in by_epoch(all_runs()["empty"]):
+    for epoch in by_epoch(ran("empty")):
         assert [len(step) for (step,) in epoch] == [FULL, FULL, 2]
 
 
 def test_what_was_pushed_in_vain_is_trained_again() -> None:
-    ranks = all_runs()["in vain"]
+    ranks = ran("in vain")
     assert ranks[0].counts[-1][1] > 0  # discarded
 
 
 @pytest.mark.parametrize(("name", "steps"), [("limited", 3), ("dropped", 8), ("stopped", 5)])
 def test_what_is_left_out_is_the_end(name: str, steps: int) -> None:
-    for epoch in by_epoch(all_runs()[name]):
+    for epoch in by_epoch(ran(name)):
         assert [len(step) for (step,) in epoch] == [FULL] * steps
         found = [i for (step,) in epoch for i in step]
         for rank in range(WORLD):
