@@ -64,7 +64,6 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         stream: what an `IterableDataset` is: ``"finite"`` or ``"infinite"`` per rank, or ``"shared"`` by all ranks.
             Finite streams may be of unequal length: a rank that is through counts nothing until all are.
         batch_cost: the work of this rank's batch, padding included, see `LoadBalancedStrategy`.
-        sample_costs: the work of each sample of the train dataset, by index, see `LoadBalancedStrategy`.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times
             ``data_parallel_size``, as under `ModelParallelStrategy`.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
@@ -108,7 +107,6 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         exchange_every: int | None = None,
         stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
-        sample_costs: Sequence[float] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **stock: Unpack[ModelParallelArguments],
@@ -116,7 +114,7 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         super().__init__(
             predictor=predictor, dead_band=dead_band, min_samples=min_samples, max_samples=max_samples, quantum=quantum,
             policy=policy, rebalance=rebalance, exchange_every=exchange_every, stream=stream, batch_cost=batch_cost,
-            sample_costs=sample_costs, global_batch_size=global_batch_size, batch_sampler=batch_sampler,
+            global_batch_size=global_batch_size, batch_sampler=batch_sampler,
             loss_reduction=loss_reduction, batch_weight=batch_weight, own_data=own_data, monitor=monitor,
             accelerator=accelerator, **cast(Any, stock),
         )  # fmt: skip

@@ -37,9 +37,6 @@ class LoadBalancedStrategy(BalancingStrategy, HeteroDDPStrategy[BalancedRun]):
         batch_cost: the work of this rank's batch, padding included, e.g. ``lambda batch: batch["ids"].numel()``, where
             samples differ in it: a long batch is then not taken for a slow device. A method of that name on the
             LightningModule serves too. Default: ``batch_weight`` if given, else the number of samples.
-        sample_costs: the work of each sample of the train dataset, by index, where it is known before loading: each
-            rank's part of a global batch is then cut by work, not by number. A method ``sample_cost(i)`` of the dataset
-            serves too. Gradients stay means over samples.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.

@@ -20,7 +20,6 @@ from lightning_hetero.base.orders import OrderFinder
 from lightning_hetero.base.own_data import own_data_in
 from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part
 from lightning_hetero.data.copies import fed_copy, users_own
-from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
 from lightning_hetero.data.order import Channel, EpochOrder
 from lightning_hetero.data.stream import RebatchedStream, StreamMode
@@ -191,13 +190,11 @@ class PartBinder(LoaderBinder[Bound]):
         assert isinstance(loader, DataLoader)
         return loader, spec, self.orders.agree(spec)
 
-    def _read_parts(
-        self, bound: Bound, loader: DataLoader, *, least: int = 1, costs: SampleCosts | None = None
-    ) -> DataLoader:
+    def _read_parts(self, bound: Bound, loader: DataLoader, *, least: int = 1) -> DataLoader:
         """Makes the copy of a map-style dataset's loader, see `GlobalBatchSampler`."""
         assert bound.order is not None
         sampler = GlobalBatchSampler(
-            bound.order, split=partial(self.split, bound), rank=self._channel.rank, least=least, costs=costs
+            bound.order, split=partial(self.split, bound), rank=self._channel.rank, least=least
         )
         sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
         bound.loader = rebatched_loader(

@@ -3,7 +3,6 @@
 ``order``          which samples, in which order, make the global batches of an epoch: never depends on the shares
 ``samplers``       a user's own samplers: told the epoch, drawn under a seed
 ``batches``        cuts each global batch into one contiguous part per rank
-``costs``          parts of equal cost, where samples' costs are known
 ``copies``         a user's DataLoader copied, with its batches from elsewhere
 ``loader``         puts those parts into the user's own DataLoader, workers, collate function and all
 ``stream``         the same for iterable datasets, by re-batching

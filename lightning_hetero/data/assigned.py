@@ -37,7 +37,10 @@ class SampleSource:
     Attributes:
         sampler: knows the epoch, and draws its order.
         ahead: batches to fetch ahead, as deep as the user's workers would.
+        told: what claims and pushes say of it.
     """
+
+    told = ()
 
     def __init__(self, loader: DataLoader, order: EpochOrder, *, counted: bool = True) -> None:
         self.sampler = EpochSampler(order)
@@ -119,6 +122,9 @@ class SampleSource:
         """Returns a batch of one sample, for a step that must count nothing; ``due`` as in `batch`."""
         self._take_in(due)
         return self.look(self._indices[:1])
+
+    def settle(self, *, wasted: bool) -> None:
+        """What a wasted push has used is anybody's by now."""
 
     def _take_in(self, due: int) -> None:
         for _ in range(due):

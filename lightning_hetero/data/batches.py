@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.order import EpochOrder, equal_parts
 
 Split = Callable[[int, int, int], tuple[int, ...]]
@@ -124,19 +123,15 @@ class GlobalBatchSampler(EpochSampler):
         order: the epoch's global batches.
         split: decides the shares of a batch when it is drawn.
         rank: this rank.
-        costs: moves the boundaries between parts to where they cost what their shares say; None: all cost the same.
         least: samples of a dummy.
     """
 
-    def __init__(
-        self, order: EpochOrder, *, split: Split, rank: int, least: int = 1, costs: SampleCosts | None = None
-    ) -> None:
+    def __init__(self, order: EpochOrder, *, split: Split, rank: int, least: int = 1) -> None:
         super().__init__(order)
         self.rank = rank
         self.decision_s = 0.0
         self._split = split
         self._least = least
-        self.costs = costs
         self._next: tuple[int, bool, deque[Part]] = (0, True, deque())
         self._look: list[list[Any]] | None = None
 
@@ -169,8 +164,6 @@ class GlobalBatchSampler(EpochSampler):
         for i, (start, end) in enumerate(list(pairwise((0, *ends)))[first:]):
             before = time.perf_counter()
             shares = self._split(epoch, position + i, end - start)
-            if self.costs is not None:
-                shares = self.costs.cut(indices[start:end], shares)
             self.decision_s += time.perf_counter() - before
             offset = start + sum(shares[: self.rank])
             mine = shares[self.rank]
@@ -181,7 +174,6 @@ class GlobalBatchSampler(EpochSampler):
                 Part(
                     epoch=epoch, step=position + i, samples=mine, shares=shares,
                     weight_base=float(end - start), dummy=self._least,
-                    work=math.nan if self.costs is None else math.fsum(self.costs.of(drawn)),
                 )
             )
             yield drawn

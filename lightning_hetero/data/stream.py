@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, cycle, islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch.utils.data import DataLoader
 
@@ -30,6 +30,18 @@ from lightning_hetero.data.order import Channel
 
 StreamMode = Literal["infinite", "shared", "finite"]
 _Numbers = Callable[[], Sequence[Sequence[float]]]  # of samples, by rank, once they have come
+
+
+def uncollated(loader: DataLoader, **more: Any) -> DataLoader:
+    """Returns a copy of an iterable dataset's loader that hands out lists of all its samples, with other attributes."""
+    chunks = copy.copy(loader.batch_sampler)
+    object.__setattr__(chunks, "drop_last", False)  # our own drop_last is about the global batch
+    return altered_copy(loader, collate_fn=keep_samples, drop_last=False, batch_sampler=chunks, **more)
+
+
+def raise_no_length() -> NoReturn:
+    """What a finite stream's loader says of its length, as `DataLoader` does without one."""
+    raise TypeError("the batches of finite streams (stream='finite') are known when all ranks are through")
 
 
 @dataclass(kw_only=True)
@@ -65,13 +77,9 @@ class RebatchedStream(BatchFeed):
     _held: list[Any] = field(default_factory=list, init=False)  # its samples that were drawn to see whether it ends
 
     def __post_init__(self) -> None:
-        chunks = copy.copy(self.loader.batch_sampler)
-        object.__setattr__(chunks, "drop_last", False)  # our own drop_last is about the global batch
         # Of a shared stream the ranks must see the samples in the same order.
         more: dict[str, Any] = {"in_order": True} if self.mode == "shared" else {}
-        self._source = altered_copy(
-            self.loader, collate_fn=keep_samples, drop_last=False, batch_sampler=chunks, **more
-        )
+        self._source = uncollated(self.loader, **more)
 
     @property
     def fetching(self) -> DataLoader:
@@ -84,7 +92,7 @@ class RebatchedStream(BatchFeed):
         A finite one ends when all ranks are through, in how many batches follows from the shares of each.
         """
         if self.mode == "finite":
-            raise TypeError("the batches of finite streams (stream='finite') are known when all ranks are through")
+            raise_no_length()
         samples = len(self.loader.dataset)  # type: ignore[arg-type]
         if self.mode == "infinite":
             samples *= self.channel.world_size

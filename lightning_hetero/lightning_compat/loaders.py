@@ -82,6 +82,21 @@ def fetch_limit(trainer: Trainer) -> float:
     return min(limits, default=math.inf) if limits else math.inf
 
 
+def fetch_singly(trainer: Trainer) -> None:
+    """Has the training loop fetch no batch ahead of the one that it trains, though their number is not known.
+
+    `last_is_fetched` then says which is the last. To be called while it makes an iterator of the train loader.
+    """
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetcher.prefetch_batches = 0
+
+
+def last_is_fetched(trainer: Trainer) -> None:
+    """The batch that the training loop fetches now is the epoch's last."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetcher.done = True
+
+
 def is_train_iterator(trainer: Trainer, iterator: object) -> bool:
     """Whether the training loop fetches from this iterator of a train loader, or somebody else looks at its batches."""
     combined = trainer.fit_loop._combined_loader

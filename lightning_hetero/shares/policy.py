@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from lightning_hetero.checked import real, whole
@@ -52,7 +51,6 @@ class BalancePolicy:
 
     Attributes:
         shares: samples per rank of a full global batch, in force for the next batch to be drawn.
-        cut_by_cost: whether parts are cut by their samples' costs; set before `start`.
         limits: least and most samples per rank.
         work: what a sample's is, where work is counted.
         lag: batches that are drawn before a decision can count; set by the `Controller`.
@@ -80,7 +78,6 @@ class BalancePolicy:
         self._seen = 0
         self._expected: tuple[tuple[float, ...], list[float]] = (), []  # samples, and times of these [s]
         self._loads: list[tuple[float, float]] = []  # told with the last record
-        self.cut_by_cost = False
 
     @property
     def lag(self) -> int:
@@ -250,9 +247,6 @@ class BalancePolicy:
         if (reason := self._learn(records)) is not None:
             return ShareDecision(shares=self.shares, changed=False, reason=reason)
         costs = [p.cost() for p in self._predictors]
-        if self.cut_by_cost:  # parts then have the work of their shares, whatever the number of their samples
-            work = self.work_in_samples(records)
-            records = [replace(r, samples=max(1, round(x))) for r, x in zip(records, work, strict=True)]
         self._guard.learn(records, [m.cost() for m in self._meters] or costs, self._guard.batches)
         decision = self._decide(costs)
         self._expect(self.shares)  # likely the next record's, which every rank waits for, unlike for this one

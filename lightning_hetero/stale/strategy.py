@@ -64,6 +64,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` times the number of
             devices, as under DDP.
+        stream: what an `IterableDataset` is: ``"finite"``: each rank's own stream, of any length; ``None``: refused.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
         loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
@@ -93,6 +94,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
         transport: Literal["auto", "pairs"] = "auto",
+        stream: Literal["finite"] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
@@ -103,6 +105,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         )  # fmt: skip
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
+        check_choice("stream", stream, (None, "finite"), why=": any rank may be assigned samples of a shared stream")
+        self.stream: Literal["finite"] | None = stream
         given = {name: value for name, value in (("bound", bound), ("grace", grace)) if value is not None}
         if isinstance(policy, Policy) and given:
             raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
@@ -117,7 +121,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self, self.server, self.same_on_all(), self._invitation)
+        return StaleRun(trainer, self, self.server, self.same_on_all(), self._invitation, self.stream)
 
     def same_on_all(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
@@ -128,6 +132,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             "loss_reduction": self.shared.loss_reduction,
             "transport": self.server.transport,
             "nonfinite": self.server.nonfinite,
+            "stream": repr(self.stream),
         }
 
     def setup(self, trainer: Trainer) -> None:

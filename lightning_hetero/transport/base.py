@@ -27,8 +27,9 @@ M = TypeVar("M", bound="_Message")
 class Ask(IntEnum):
     """What a worker wants."""
 
-    EPOCH = 1  # begin an epoch at `global step`; payload: how many ends, these (samples), spans that are applied, flat
-    CLAIM = 2  # work for `global step`
+    EPOCH = 1  # begin an epoch at `global step`; payload: how many ends, these (samples), spans that are applied, flat;
+    # or -1 and what `Streams.numbers` returns
+    CLAIM = 2  # work for `global step`; payload of a finite stream, also of a PUSH: samples read, and 1 if that is all
     PUSH = 3  # the slot holds the gradients of `assignment`; if FINAL also a claim for the same global step
     MEET = 5  # answered when every live worker has asked for it with the same `global step` (a meeting number) and text
     STATE = 6  # of optimizers and epoch; payload: the version it has, to get newer parameters, too; see share_state
@@ -155,6 +156,7 @@ class Reply(_Message):
             `Worker.wants_return` looks at.
         hint_start, hint_end: positions worth fetching ahead.
         wasted: the worker's last push counts nothing: another one computes, or has computed, its samples.
+        total: samples of an epoch of finite streams, once they are known; else 0.
     """
 
     kind: Say
@@ -163,8 +165,9 @@ class Reply(_Message):
     hint_start: int = 0
     hint_end: int = 0
     wasted: bool = False
+    total: int = 0
 
-    _FORM: ClassVar = struct.Struct("<BiiqIqHqq?II")
+    _FORM: ClassVar = struct.Struct("<BiiqIqHqq?qII")
     _KINDS: ClassVar = Say
     SIZE: ClassVar[int] = _FORM.size
 

@@ -298,12 +298,11 @@ class ShareController:
             return True
         return step - last[1] >= self.exchange.interval((epoch, step - 2 - self.lag))
 
-    def row(self, epoch: int, step: int, *, ran: Sequence[int] = (), **told: float) -> Row:
+    def row(self, epoch: int, step: int, **told: float) -> Row:
         """Returns what this rank sends for this step: the mean over the steps measured with its latest share.
 
         Args:
             epoch, step: of the batch.
-            ran: samples per rank of this batch where they follow from more than the shares; all ranks' must agree.
             told: what it tells besides, see `Row`.
         """
         latest = self._local[-1].samples if self._local else 0
@@ -312,7 +311,7 @@ class ShareController:
         return Row(
             epoch=float(epoch), step=float(step), samples=float(latest),
             compute_s=math.fsum(m.compute_s for m in same) / n, wait_s=math.fsum(m.wait_s for m in same) / n,
-            digest=float(shares_digest(epoch, step, (*self._decided[epoch, step][0], *ran))),
+            digest=float(shares_digest(epoch, step, self._decided[epoch, step][0])),
             batches=float(max(1, len(self._local))), work=math.fsum(m.work for m in same) / n, **told,
         )  # fmt: skip
 

@@ -38,7 +38,6 @@ from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.callbacks.work import check_batch_cost
 from lightning_hetero.data.batches import Part
-from lightning_hetero.data.costs import check_sample_costs
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.step_clock import StepProbe
@@ -69,7 +68,6 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         exchange_every: int | None = None,
         stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
-        sample_costs: Sequence[float] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
@@ -81,7 +79,6 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         check_counts(exchange_every=exchange_every)
         check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)
-        check_sample_costs(sample_costs)
         check_choice("stream", stream, (None, "infinite", "shared", "finite"))
         check_flags(rebalance=rebalance)
         self.policy = _chosen_policy(policy, predictor, dead_band)
@@ -91,7 +88,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         self.settings = BalanceSettings(
             policy=self.policy, rebalance=rebalance, batch_cost=batch_cost, learns=max_samples == "auto",
             bounds=ShareBounds(lower=min_samples, upper=None if max_samples == "auto" else max_samples),
-            quantum=quantum, stream=stream, exchange_every=exchange_every, sample_costs=sample_costs,
+            quantum=quantum, stream=stream, exchange_every=exchange_every,
         )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------

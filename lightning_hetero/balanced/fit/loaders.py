@@ -29,7 +29,6 @@ from lightning_hetero.base.own_data import check_own_batches, indexed
 from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.compiles import compiled_parts
@@ -46,13 +45,11 @@ class _Balanced(BoundLoader):
         sizes: what the ranks' parts of a full batch may be.
         read_ahead: the ranks' furthest.
         unsized: whether it is a stream without a length.
-        costs: cut its batches, if they are known.
     """
 
     sizes: PartSizes
     read_ahead: int = 0
     unsized: bool = False
-    costs: SampleCosts | None = None
 
 
 class BalancedBinder(PartBinder[_Balanced]):
@@ -125,10 +122,9 @@ class BalancedBinder(PartBinder[_Balanced]):
         if not self._bound:
             order = self.orders.continued(order)
         sizes = self._sizes_of(spec, order.global_batch_size)
-        costs = self._costs_of(loader, sizes)
-        bound = _Balanced(spec=spec, full=sizes.total, order=order, read_ahead=read_ahead, sizes=sizes, costs=costs)
+        bound = _Balanced(spec=spec, full=sizes.total, order=order, read_ahead=read_ahead, sizes=sizes)
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(bound, loader, least=sizes.least, costs=costs)
+        return self._read_parts(bound, loader, least=sizes.least)
 
     def _settle(self, loaders: Sequence[Any]) -> None:
         """Finds out, the same on all ranks, whether these loaders are divided by speed, and what BatchNorm needs."""
@@ -228,26 +224,9 @@ class BalancedBinder(PartBinder[_Balanced]):
             sizes.resolve()
         return sizes
 
-    def _costs_of(self, loader: DataLoader, sizes: PartSizes) -> SampleCosts | None:
-        """Returns what cuts the batches, if the samples' costs are known."""
-        known = costs_in(loader.dataset, self.settings.sample_costs)
-        if known is None:
-            return None
-        if self._several:
-            raise ValueError(
-                "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
-                " batches are cut in the same fractions; drop it"
-            )
-        low, up = sizes.resolve()
-        if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
-            low = [sizes.least] * len(low)
-        return SampleCosts(known, lower=low, upper=up, quantum=sizes.quantum)
-
     def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
         assert self.settings.stream is not None
         sizes = self._sizes_of(spec, self.orders.batch_of_all(spec))
-        if self.settings.sample_costs is not None:
-            raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
         finite, done = self.settings.stream == "finite", compat.batches_trained(self._trainer)
         if len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
             self._used = {done: used}
@@ -289,7 +268,6 @@ class BalancedBinder(PartBinder[_Balanced]):
                 " global batch that is a multiple of it"
             )
         rank, world = self._channel.rank, self._channel.world_size
-        self.policy.cut_by_cost = self.cuts_by_cost
         bounds = primary.sizes.of_parts(least)
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
         exchange = ExchangeClock(every=self.settings.exchange_every)
@@ -310,11 +288,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         """Returns the samples of the pieces in which this rank computes its part; one: at once."""
         return self._bound[0].sizes.pieces_of(part.shares, part.computed)
 
-    @property
-    def cuts_by_cost(self) -> bool:
-        """Whether the samples per rank differ from the shares from batch to batch."""
-        return any(bound.costs is not None for bound in self._bound)
-
     def _largest(self) -> _Balanced:
         """The loader the shares are decided for: the largest global batch."""
         return max(self._bound, key=lambda b: b.full)
@@ -333,8 +306,6 @@ class BalancedBinder(PartBinder[_Balanced]):
             shares, most = controller.full_shares(epoch, step), controller.most(epoch, step)
         assert self._layout is not None
         full, unit, _, least = self._layout
-        if bound.costs is not None:
-            bound.costs.upper = most  # what ranks can hold by now
         if least > unit:  # a policy of the user's may know nothing of it
             units = scale_shares([s // unit for s in shares], full // unit, least=-(-least // unit))
             shares = tuple(s * unit for s in units)

@@ -29,7 +29,6 @@ from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data.batches import Part
-from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import too_few
@@ -72,7 +71,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
         own = "bounds", "learns", "quantum", "stream", "exchange_every"
         agreed = {name: repr(getattr(settings, name)) for name in own} | {
-            "sample_costs": costs_digest(settings.sample_costs),
             "global_batch_size": str(shared.global_batch_size),
             "batch_sampler": shared.batch_sampler,
             "own_data": str(shared.own_data),
@@ -251,8 +249,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         """Returns the work of the batch; NaN, which counts as that of mean samples, where a weight of 0 tells none."""
         if self._cost is not None:
             return count_work(self._cost, batch, self.channel.rank)
-        if part.work > 0:  # of samples whose costs were known
-            return part.work
         if self.weight.counts:
             return self.weight.local if self.weight.local > 0 else math.nan
         return float(part.computed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,11 +23,10 @@ class BalanceSettings:
     quantum: int | Literal["auto"] = "auto"
     stream: StreamMode | None = None
     exchange_every: int | None = None
-    sample_costs: Sequence[float] | None = field(default=None, repr=False)
 
     def without_effect(self) -> str:
         """Says which arguments were given and have no effect on equal parts; empty: none."""
         options = {"min_samples": self.bounds.lower, "max_samples": self.bounds.upper}
-        options |= {"sample_costs": self.sample_costs, "quantum": None if self.quantum in (1, "auto") else 0}
+        options |= {"quantum": None if self.quantum in (1, "auto") else 0}
         idle = [name for name, value in options.items() if value is not None]
         return f". Without effect: {', '.join(idle)}" if idle else ""

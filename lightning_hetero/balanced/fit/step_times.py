@@ -73,8 +73,7 @@ class StepTimes:
             self._timed.append((done, compute_s))
         self.note()
         if self.synced and decides and controller.wants_exchange(part.epoch, part.step):
-            ran = part.shares if self._binder.cuts_by_cost else ()
-            wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, ran=ran, **self._told()))
+            wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, **self._told()))
             controller.sent(part.epoch, part.step, wait, short)
         controller.catch_up()  # beside the gradient exchange, where it delays no rank
         while controller.news:
@@ -83,10 +82,9 @@ class StepTimes:
     def _believed(self, part: Part, tells_speed: bool) -> bool:
         """Whether the step's time says how fast this rank is.
 
-        The first one of a size does not where libraries look for the best kernels of that size. If each part has a
-        different size, all do.
+        The first one of a size does not where libraries look for the best kernels of that size.
         """
-        new = not self._binder.cuts_by_cost and self._sizes.first(part.computed)
+        new = self._sizes.first(part.computed)
         return not (self.compiles.ask() or new) and tells_speed
 
     def _told(self) -> dict[str, float]:

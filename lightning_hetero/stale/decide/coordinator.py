@@ -27,6 +27,7 @@ from lightning_hetero.stale.decide.intervals import head
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.decide.speeds import Speeds
+from lightning_hetero.stale.decide.streams import Streams
 from lightning_hetero.stale.decide.workers import Assignment, HeldClaim, Workers, WorkerState
 
 _STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
@@ -63,7 +64,7 @@ class Coordinator(Dispatch):
         return self._books.number
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def ends(self) -> Sequence[int]:
         """Cumulative samples behind each global step of the epoch."""
         return self._books.ends
 
@@ -85,8 +86,9 @@ class Coordinator(Dispatch):
     # --- events -----------------------------------------------------------------------------------------------
 
     def begin(
-        self, epoch: int, ends: Sequence[int], *, applied: Iterable[Span] = (), global_step: int = 0, now: float
-    ) -> list[Effect]:
+        self, epoch: int, ends: Sequence[int], *, applied: Iterable[Span] = (), global_step: int = 0, now: float,
+        streams: Streams | None = None,
+    ) -> list[Effect]:  # fmt: skip
         """Begins an epoch; assignments of the one before are void.
 
         Args:
@@ -95,13 +97,14 @@ class Coordinator(Dispatch):
             applied: samples that are applied already, when an epoch is resumed at ``global_step``.
             global_step: the first one.
             now: time [s].
+            streams: of the ranks' own, which add to ``ends``.
 
         Raises:
             ValueError: ``ends`` or ``applied`` make no epoch, or too few samples are left for what is to come.
         """
         if epoch < 0 or not ends:
             raise ValueError(f"epoch {epoch} with {len(ends)} batches: give a number >= 0 and at least one batch")
-        books = Epoch(epoch, ends, applied=applied, global_step=global_step, now=now)
+        books = Epoch(epoch, ends, applied=applied, global_step=global_step, now=now, streams=streams)
         if global_step:  # resumed
             books.ledger.resume_substeps(self._resumed.get(epoch, {}))
         self._resumed = {}
@@ -124,6 +127,15 @@ class Coordinator(Dispatch):
         else:
             worker.held = HeldClaim(global_step, now)
         return effects + self.answer(now)
+
+    def told(self, rank: int, read: int, through: bool) -> None:
+        """A worker, which claims or pushes next, has read so many samples of its own stream; see `Streams`."""
+        self._books.told(rank, read, through)
+
+    @property
+    def streams(self) -> Streams | None:
+        """The workers' own streams in this epoch; None: any worker can have any sample."""
+        return self._books.streams
 
     def push(
         self, rank: int, assignment: int, now: float, *, global_step: int, samples: int | None = None,
@@ -177,7 +189,7 @@ class Coordinator(Dispatch):
         if finite:
             scale = self.policy.scale(staleness, len(self.workers.crew))
             accepted = Accepted(rank=rank, assignment=number, samples=count, staleness=staleness, scale=scale)
-        self._books.arrive(done, accepted, in_step=in_step)
+        self._books.arrive(rank, done, accepted, in_step=in_step)
         effects.append(accepted or Refused(rank=rank, assignment=number, samples=count, reason="nonfinite"))
         if rest:
             self.ledger.release(rest)
@@ -267,6 +279,7 @@ class Coordinator(Dispatch):
             "epoch": self.epoch,
             "tick": self.global_step,
             "applied": self._books.applied(),
+            "used": self._books.used(),
             "substeps": self.ledger.substeps(),
             "step_s": self._step_s,
             "speeds": self.speeds.state_dict(),

@@ -5,6 +5,7 @@
 - *Room.* One sample per later global step of the epoch stays unassigned, so that each of them has an update.
 - *Second issue.* When no sample may be given out any more, an idle worker computes an overdue chunk a second time; the
   first result wins.
+- *Own streams.* A worker is assigned no more than its own stream has left, and none is assigned another's work.
 - *Some worker works.* Where all would wait for one another without end, the first one gets a sample.
 
 Shares follow speeds up to the moment of a claim; slices are fixed once, so early that workers can fetch them.
@@ -109,9 +110,10 @@ class Dispatch:
         live = self.workers.live()
         held = self._held(live)
         endless = held and len(held) == len(live) and all(claim.until_s == math.inf for claim, _ in held)
-        if self._books.over or not endless or self._books.room < 1:
+        able = [(claim, worker) for claim, worker in held if self._own(worker)]
+        if self._books.over or not endless or not able or self._books.room < 1:
             return []
-        first, worker = held[0]
+        first, worker = able[0]
         worker.held = None
         return [self._assign(worker, first.global_step, Grant(samples=1), 1, now)]
 
@@ -119,6 +121,8 @@ class Dispatch:
         first, books = worker.assignments == 0, self._books
         if books.over:
             return self._dummy(worker)
+        if not (own := self._own(worker)):
+            return self._dummy(worker) if first else None
         self._lay_out()
         claim = self._view(worker, held, now)
         answer = self.policy.claim(claim)
@@ -131,11 +135,14 @@ class Dispatch:
             answer = Grant(samples=1)  # a hold ends when it was to end, whatever the policy says now
         witness = claim.witnessed or any(d.current for d in claim.due)
         room = books.room - (claim.late and not witness)  # the last sample is for a worker that can end the step
-        samples = min(answer.samples, room)
+        samples = min(answer.samples, room, own)
         if samples > 0:
             return self._assign(worker, held.global_step, answer, samples, now)
         if first:
             return self._dummy(worker)
+        if books.streams is not None:
+            held.until_s = math.inf
+            return None
         original = self.workers.most_overdue(worker, now)
         if original is None:
             held.starved = True
@@ -143,6 +150,13 @@ class Dispatch:
         twin = self.workers.assign(worker, original.spans, now, base=self.version, claimed=held.global_step)
         original.twin, twin.twin = twin, original
         return self._assigned(twin, answer)
+
+    def _own(self, worker: WorkerState) -> int:
+        """Returns how many samples can be assigned to a worker at most: what its own stream is known to have left."""
+        books, held = self._books, worker.valid
+        if books.streams is None:
+            return books.ledger.total
+        return books.streams.left(worker.rank) - (held.samples if held is not None else 0)
 
     def _assign(self, worker: WorkerState, claimed: int, grant: Grant, samples: int, now: float) -> Assigned:
         books = self._books
@@ -172,7 +186,7 @@ class Dispatch:
         step = books.global_step
         reserved: list[Due] = []
         for other in self.workers.pending(worker, step):
-            if (part := books.ledger.free_in_slice(other.rank, step)) > 0:
+            if (part := min(books.ledger.free_in_slice(other.rank, step), self._own(other))) > 0:
                 in_s = expected_in_s(books.began_s + speeds.predict_s(other.rank, part), now)
                 reserved.append(Due(rank=other.rank, samples=part, in_s=in_s, current=True))
         clocks = [other.clock for other in self.workers.live()]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_hetero.stale.decide.effects import Accepted, Span
-from lightning_hetero.stale.decide.intervals import IntervalSet
+from lightning_hetero.stale.decide.intervals import IntervalSet, size
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Apply, Pool
+from lightning_hetero.stale.decide.streams import Streams
 
 
 class Epoch:
@@ -19,9 +20,11 @@ class Epoch:
         applied: samples that are applied already, when it is resumed at ``global_step``.
         global_step: the first one.
         now: time [s].
+        streams: of the ranks' own, whose samples these are; None: any rank can have any sample.
 
     Attributes:
         ledger: which samples are free, assigned, arrived.
+        streams: as given.
         global_step, began_s: the present one, and since when.
         opening: the first global step.
         witnessed: a worker that is in this global step has contributed to it.
@@ -32,8 +35,9 @@ class Epoch:
 
     def __init__(
         self, number: int, ends: Sequence[int], *, applied: Iterable[Span] = (), global_step: int = 0,
-        now: float = 0.0,
+        now: float = 0.0, streams: Streams | None = None,
     ) -> None:  # fmt: skip
+        self.streams = streams
         self.ledger = Ledger(ends, applied=applied)
         self.number, self.ends = number, self.ledger.ends
         to_come, free = len(self.ends) - global_step, self.ledger.free
@@ -46,7 +50,7 @@ class Epoch:
         self.began_s = now
         self.witnessed = False
         self._contributions: list[Accepted] = []
-        self._pooled: list[Span] = []
+        self._pooled: list[tuple[int, Span]] = []  # whose
         self._pushes = 0
 
     @property
@@ -74,10 +78,18 @@ class Epoch:
         """Samples that may be assigned: one per later global step stays, so that each can have an update."""
         return self.ledger.free - (len(self.ends) - 1 - self.global_step)
 
-    def arrive(self, spans: Sequence[Span], contribution: Accepted | None, *, in_step: bool) -> None:
+    def told(self, rank: int, read: int, through: bool) -> None:
+        """A rank has read so many samples of its own stream, and that is through or not."""
+        assert self.streams is not None
+        self.streams.tell(rank, read, through)
+        self.ledger.extend(self.streams.grow())
+
+    def arrive(self, rank: int, spans: Sequence[Span], contribution: Accepted | None, *, in_step: bool) -> None:
         """Puts computed samples into the pool; without a contribution they are used up (not finite)."""
         self.ledger.arrive(spans)
-        self._pooled += spans
+        self._pooled += [(rank, span) for span in spans]
+        if self.streams is not None:
+            self.streams.use(rank, size(spans))
         self._pushes += 1
         self.witnessed = self.witnessed or in_step
         if contribution is not None:
@@ -107,9 +119,16 @@ class Epoch:
     def applied(self) -> list[list[int]]:
         """Returns the samples in applied updates as ``[start, end]``; what is only pooled is left out."""
         applied = IntervalSet(self.ledger.arrived_spans())
-        for start, end in self._pooled:
+        for _, (start, end) in self._pooled:
             applied.remove(start, end)
         return [list(span) for span in applied]
+
+    def used(self) -> dict[int, int]:
+        """Returns the samples of each rank's own stream in applied updates."""
+        used = {} if self.streams is None else self.streams.used_by_rank()
+        for rank, (start, end) in self._pooled if used else ():
+            used[rank] -= end - start
+        return used
 
 
 def check_update(update: Apply, pool: Pool, policy: str) -> None:

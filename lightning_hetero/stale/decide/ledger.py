@@ -41,7 +41,7 @@ class Ledger:
     """
 
     def __init__(self, ends: Sequence[int], *, applied: Iterable[Span] = ()) -> None:
-        self.ends = tuple(ends)
+        self.ends = list(ends)
         if wrong := [span for span in pairwise((0, *self.ends)) if span[0] >= span[1]]:
             raise ValueError(f"ends must increase strictly from above 0, but {wrong[0][1]} follows {wrong[0][0]}")
         self.total = self.ends[-1] if self.ends else 0
@@ -52,6 +52,13 @@ class Ledger:
         self._slices: dict[int, dict[int, Span]] = {}  # batch -> rank -> slice; finished batches are forgotten
         self._planned: dict[int, Mapping[int, int]] = {}  # batch -> rank -> its share
         self._stepped: dict[int, IntervalSet] = {}  # sub-step -> positions for which it counts already
+
+    def extend(self, ends: Sequence[int]) -> None:
+        """Adds batches behind the last one; what they hold is free."""
+        self.ends += ends
+        if ends:
+            self._free.add(self.total, self.ends[-1])
+            self.total = self.ends[-1]
 
     @property
     def free(self) -> int:

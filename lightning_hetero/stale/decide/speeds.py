@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
 from lightning_hetero.types import AffineCost
+
+_DEAD_BAND, _MIN_GAIN_S, _CHANCE = 0.02, 0.0005, 4.0  # parts are unequal only for more: of the time, s, deviations
+_GOES_ON = 0.25  # of that, once they are
+_SURE = 2  # chunks: one may have been a hiccup
 
 
 class Speeds:
@@ -24,6 +28,7 @@ class Speeds:
     def __init__(self, predictor: Predictor | None = None) -> None:
         self.prototype = Kalman() if predictor is None else predictor
         self._of: dict[int, Predictor] = {}
+        self._unequal = False  # lately
         self._coarse: dict[int, AffineCost] = {}  # of those that are known
 
     def learn(self, rank: int, samples: int, seconds: float) -> None:
@@ -55,15 +60,31 @@ class Speeds:
     def split(self, ranks: Collection[int], total: int, *, equal: bool = False) -> Mapping[int, int]:
         """Returns samples per rank of ``total`` such that all ranks finish together; very slow ones get none.
 
-        Equal, larger parts to lower ranks, if ``equal`` or while nothing is known.
+        Equal, larger parts to lower ranks, if ``equal``, while nothing is known, and unless others are predicted to be
+        faster by clearly more than chance explains.
         """
         order = sorted(ranks)
-        if equal or not self._coarse or not order:
-            shares = _equal_parts(len(order), total)
-        else:
-            costs = (self._coarse.get(rank) or _coarse(cast("AffineCost", self.cost(rank))) for rank in order)
-            shares = _shares(tuple(costs), total)
+        shares = _equal_parts(len(order), total)
+        if not equal and self._coarse and order:
+            costs = tuple(self._coarse.get(r) or _coarse(cast("AffineCost", self.cost(r))) for r in order)
+            others = _shares(costs, total)
+            self._unequal = self._is_gain(order, costs, shares, others)
+            shares = others if self._unequal else shares
         return dict(zip(order, shares, strict=True))
+
+    def _is_gain(
+        self, ranks: Sequence[int], costs: Sequence[AffineCost], equal: Sequence[int], others: Sequence[int]
+    ) -> bool:
+        """Whether to play other shares than equal ones; to go on with them takes less than to begin."""
+        times = [cost.seconds(n) for cost, n in zip(costs, equal, strict=True)]
+        took_s = max(times)
+        gain_s = took_s - max(cost.seconds(n) for cost, n in zip(costs, others, strict=True))
+        slowest = self._of.get(ranks[times.index(took_s)])
+        if slowest is None or slowest.updates < _SURE:
+            return False
+        chance_s = slowest.std_s(equal[times.index(took_s)])
+        least_s = max(_DEAD_BAND * took_s, _MIN_GAIN_S, _CHANCE * chance_s)
+        return gain_s > (_GOES_ON if self._unequal else 1.0) * least_s
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: the kind of predictor, and its memory per rank."""

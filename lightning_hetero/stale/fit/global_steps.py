@@ -26,6 +26,8 @@ from lightning_hetero.base.run import EventLog
 from lightning_hetero.data.assigned import SampleSource
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.intervals import leaving, pairs
+from lightning_hetero.stale.decide.streams import UNLIMITED, Streams
+from lightning_hetero.stale.fit.own_samples import OwnSamples
 from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.work.chunk import Chunk
@@ -46,7 +48,8 @@ class Progress:
         epoch, global_step: the present batch.
         optimizer_steps: steps that all ranks together have made in this epoch, as far as this one knows.
         work: what it trains on; None between two batches.
-        ends: cumulative samples behind each global step of the epoch.
+        ends: cumulative samples behind each global step of the epoch; of finite streams, of those up to this one.
+        steps: how many these are in the end; 0: not known yet.
         first: the epoch's first global step; later than 0 if it was resumed.
         before: samples and global steps of the epochs before.
     """
@@ -56,13 +59,33 @@ class Progress:
     optimizer_steps: int = 0
     work: Chunk | None = None
     ends: Sequence[int] = ()
+    steps: int = 0
     first: int = 0
     before: tuple[int, int] = (0, 0)
 
-    def begin(self, epoch: int, first: int, ends: Sequence[int]) -> None:
+    def begin(self, epoch: int, first: int, ends: Sequence[int], steps: int) -> None:
         """A new epoch begins, at the global step ``first``."""
-        self.before = self.trained()
-        self.epoch, self.first, self.global_step, self.optimizer_steps, self.ends = epoch, first, first, 0, ends
+        self.before, self.ends, self.steps = self.trained(), ends, steps
+        self.epoch, self.first, self.global_step, self.optimizer_steps = epoch, first, first, 0
+
+    def learn_end(self, batch: int, total: int) -> None:
+        """An epoch of finite streams has come to the present step, or is known to have ``total`` samples.
+
+        Args:
+            batch: samples of a whole global batch.
+            total: 0: not known yet.
+        """
+        ends = [*self.ends]
+        while len(ends) <= self.global_step or (ends[-1] < total):
+            ends.append((ends[-1] if ends else 0) + batch)
+        if total:
+            ends[-1], self.steps = total, len(ends)
+        self.ends = ends
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the epoch is known to have no further global step."""
+        return self.global_step + 1 == self.steps
 
     def trained(self) -> tuple[int, int]:
         """Returns the samples and the global steps of all ranks so far, with those of this rank's present one."""
@@ -80,7 +103,7 @@ class GlobalSteps:
     Args:
         trainer: the running trainer.
         session: with this rank's end of the parameter server.
-        source: samples of the train loader in their order.
+        source: samples of the train loader in their order, or of this rank's own stream.
         parts: what user code sees of what is trained.
         events: of this rank.
         before_epoch: called first in an epoch; may start the server again.
@@ -95,7 +118,7 @@ class GlobalSteps:
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, source: SampleSource, *, parts: Parts, events: EventLog,
+        self, trainer: Trainer, session: Session, source: SampleSource | OwnSamples, *, parts: Parts, events: EventLog,
         before_epoch: Callable[[], None], resume: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.at = Progress()
@@ -127,19 +150,23 @@ class GlobalSteps:
 
     def batches(self) -> Iterator[Any]:
         """Yields the batches of the epoch from where Lightning's counters stand; None for one that went by."""
-        self._begin()
+        self._before_epoch()
+        source = self.source
+        if isinstance(source, OwnSamples):
+            yield from self._until_all_end(source)
+            return
+        self._begin(source)
         while True:
             yield self._next()
 
-    def _begin(self) -> None:
-        trainer, source, at = self._trainer, self.source, self.at
-        self._before_epoch()
+    def _begin(self, source: SampleSource) -> None:
+        trainer, at = self._trainer, self.at
         indices, ends = source.sampler.draw()
         self.parts.begin_epoch()
-        first = compat.upcoming_batch(trainer)
-        if first >= min(len(ends), trainer.num_training_batches):  # resumed behind the last batch
+        first, steps = compat.upcoming_batch(trainer), len(ends)
+        if first >= min(steps, trainer.num_training_batches):  # resumed behind the last batch
             indices, ends = _once_more(indices, ends, first)
-        at.begin(source.sampler.epoch, first, ends)
+        at.begin(source.sampler.epoch, first, ends, steps)
         self._words.clear()
         trained = list(ends[: self._last(len(ends))])
         spans: Sequence[Sequence[int]] = ()
@@ -150,6 +177,24 @@ class GlobalSteps:
         reply = self.worker.begin_epoch(at.epoch, trained, global_step=first, applied=spans)
         self._seen = reply.global_step - 1
         source.begin(indices, pairs(reply.numbers))
+
+    def _until_all_end(self, source: OwnSamples) -> Iterator[Any]:
+        """Yields the batches of an epoch in which every rank trains its own stream, until all are through."""
+        trainer, at, first = self._trainer, self.at, compat.upcoming_batch(self._trainer)
+        at.begin(compat.epoch_running(trainer), first, (), 0)
+        numbers = source.begin_epoch(first, self._last(UNLIMITED))
+        streams = Streams(numbers)
+        if len(streams.ends) <= first:  # nothing is left
+            return
+        at.ends = list(streams.ends[:first])
+        self.parts.begin_epoch()
+        self._words.clear()
+        self._seen = self.worker.begin_epoch(at.epoch, (), global_step=first, streams=numbers).global_step - 1
+        while not at.is_last:
+            batch = self._next()
+            if at.is_last:
+                compat.last_is_fetched(trainer)
+            yield batch
 
     def _last(self, steps: int) -> int:
         """Number of the epoch's global steps that Lightning will train; samples beyond are no rank's."""
@@ -186,8 +231,8 @@ class GlobalSteps:
             return self.source.dummy()
         compat.count_started(self._trainer)
         self._log_learning_rates()
-        trainer, batches, (_, ends) = self._trainer, self.at.global_step + 1, self.source.sampler.draw()
-        last = batches in (len(ends), compat.fetch_limit(trainer), trainer.num_training_batches)
+        trainer, batches = self._trainer, self.at.global_step + 1
+        last = batches in (self.at.steps, compat.fetch_limit(trainer), trainer.num_training_batches)
         if last or batches % trainer.accumulate_grad_batches == 0:  # also if the user's `optimizer_step` leaves it out
             compat.count_step(trainer)
         if Word.steps(word):
@@ -204,7 +249,14 @@ class GlobalSteps:
 
     def claim(self) -> Reply:
         """Asks for work in this global step."""
-        return self.worker.claim(self.at.epoch, self.at.global_step)
+        self.source.settle(wasted=True)  # if a batch was left before its end
+        return self._learn_end(self.worker.claim(self.at.epoch, self.at.global_step, self.source.told))
+
+    def _learn_end(self, reply: Reply) -> Reply:
+        """Returns the answer to a claim, which says how many samples finite streams have, if that is known."""
+        if isinstance(self.source, OwnSamples) and not self.at.steps:
+            self.at.learn_end(self.source.batch_of_all, reply.total)
+        return reply
 
     def open(self, reply: Reply, *, wait_s: float, top_up: bool = False) -> Any:
         """Takes an assignment: parameters, then samples; returns the (first micro-)batch on the host.

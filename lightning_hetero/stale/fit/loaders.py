@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -12,9 +13,11 @@ from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.data.assigned import SampleSource, assigned_loader
-from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.loader import probed
+from lightning_hetero.data.copies import fed_copy, users_own
+from lightning_hetero.data.loader import LoaderSpec, probed
+from lightning_hetero.data.own_stream import OwnStreamFeed
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
+from lightning_hetero.stale.fit.own_samples import OwnSamples
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
@@ -29,17 +32,21 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         channel: blocking exchanges of all ranks.
         members: who takes part.
         shared: the strategy's arguments on batches.
+        stream: what an `IterableDataset` is.
 
     Attributes:
         source: samples of the loader in their order; None before it is known.
         steps: trains what is assigned of it; None before training.
     """
 
-    def __init__(self, trainer: Trainer, channel: SideChannel, members: Members, shared: SharedSettings) -> None:
+    def __init__(
+        self, trainer: Trainer, channel: SideChannel, members: Members, shared: SharedSettings,
+        stream: Literal["finite"] | None,
+    ) -> None:  # fmt: skip
         name = type(trainer.strategy).__name__
-        super().__init__(trainer, channel, strategy_name=name, shared=shared, stream=None)
-        self._members, self._asked_batch = members, shared.global_batch_size
-        self.source: SampleSource | None = None
+        super().__init__(trainer, channel, strategy_name=name, shared=shared, stream=stream)
+        self._members, self._asked_batch, self._stream = members, shared.global_batch_size, stream
+        self.source: SampleSource | OwnSamples | None = None
         self.steps: GlobalSteps | None = None
 
     def process(self, loader: object) -> DataLoader:
@@ -52,11 +59,11 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         loader = users_own(loader)
         spec = self.inspect(loader)
         assert isinstance(loader, DataLoader)
-        if spec.kind == "stream":
+        if spec.kind == "stream" and self._stream is None:
             raise TypeError(
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
-                " rank or another; use a map-style dataset, or strategy='hetero_balanced' with stream='finite',"
-                " 'infinite' or 'shared'"
+                f" rank or another. Say {self._strategy_name}(stream='finite') if every rank has its own stream that"
+                " ends; or use strategy='hetero_balanced' with stream='infinite' or 'shared'"
             )
         if probed(loader)[1]:
             raise TypeError(
@@ -70,6 +77,8 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
                 " Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
                 " strategy='hetero_balanced'"
             )
+        if spec.kind == "stream":
+            return self._own_stream(loader, spec)
         if not self._members.joining:
             orders.agree(spec)
             self.refuse_own_data(loader)
@@ -91,6 +100,39 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         self._bound = [bound]  # instead of one that was there before a reload
         return bound.loader
 
+    def _own_stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
+        """Returns the copy of the loader of this rank's own finite stream, see `OwnSamples`."""
+        trainer, world = self._trainer, self._members.world_size
+        if self._members.joining:
+            raise TypeError(
+                "a rank cannot join a run in which each rank trains its own stream (stream='finite'): start all ranks"
+                " again from the last checkpoint"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise TypeError(
+                "stream='finite' cannot be combined with manual optimization here: steps within a batch are counted by"
+                " samples that any rank may have. Use automatic optimization, or strategy='hetero_balanced'"
+            )
+        self.orders.agree(spec)
+        total = self.orders.batch_of_all(spec)
+        used = self.orders.resume.get("used", ())
+        self.source = source = OwnSamples(
+            loader, self._channel, self._members, batch_of_all=total, counted=self._counted,
+            used={compat.batches_trained(trainer): used} if len(used) == world else {},
+        )  # fmt: skip
+        if self.steps is not None:
+            self.steps.source = source
+        bound = BoundLoader(spec=spec, full=total, order=None)
+        feed = OwnStreamFeed(source, self._trained, partial(compat.fetch_singly, trainer))
+        bound.loader = fed_copy(loader, feed)
+        self._bound = [bound]
+        return bound.loader
+
+    def _trained(self, iterator: object) -> Iterator[Any] | None:
+        """Returns the batches that are trained, for the iterator that the Trainer reads; None for another."""
+        ours = self.steps is not None and compat.is_train_iterator(self._trainer, iterator)
+        return self.steps.batches() if ours and self.steps is not None else None
+
     def _settled_batch(self, batch_size: int | None) -> int | None:
         """Samples of a global batch that do not follow from the number of ranks that are here, if so."""
         stored, members = self.orders.resume.get("global_batch_size"), self._members
@@ -102,12 +144,10 @@ class AssignedBinder(LoaderBinder[BoundLoader]):
         return batch_size * members.world_size
 
     def _batches(self, iterator: object) -> Iterator[Any]:
-        if self.steps is None or not compat.is_train_iterator(self._trainer, iterator):
-            return self._look()
-        return self.steps.batches()
+        return self._trained(iterator) or self._look()
 
     def _look(self) -> Iterator[Any]:
-        assert self.source is not None
+        assert isinstance(self.source, SampleSource)
         yield from map(self.source.look, self.source.sampler.look(self._members.rank, self._members.world_size))
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -47,6 +47,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         settings: of the server.
         agreed: what must be the same on all ranks, in words.
         invitation: into a run of others.
+        stream: what an `IterableDataset` is.
 
     Attributes:
         session: this rank's end of the server.
@@ -59,7 +60,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
 
     def __init__(
         self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], settings: ServerSettings,
-        agreed: Mapping[str, str] | None, invitation: Invitation | None,
+        agreed: Mapping[str, str] | None, invitation: Invitation | None, stream: Literal["finite"] | None,
     ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
         self._members = members = strategy.members
@@ -79,7 +80,7 @@ class StaleRun(ElasticRun[AssignedBinder]):
         self.admission = Admission(trainer, self.meetings, members, requests, store=self.store, generation=generation)
         self.admission.expect()
         self.meetings.changed.append(self._regrouped)
-        self.binder = AssignedBinder(trainer, channel, members, strategy.shared)
+        self.binder = AssignedBinder(trainer, channel, members, strategy.shared, stream)
         self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
         self._since = report.Since()  # the last report, of this server
@@ -249,6 +250,8 @@ class StaleRun(ElasticRun[AssignedBinder]):
             global_step = min(server["tick"], compat.batches_trained(self.trainer))
             applied = {"epoch": server["epoch"], "tick": global_step, "spans": server["applied"]}
         own = {"world_size": self._members.world_size, "applied": applied, "server": server}
+        if used := server.get("used"):  # samples of each rank's own stream
+            own["used"] = [used.get(rank, 0) for rank in range(self._members.world_size)]
         return {**self.binder.state_dict(), **own}
 
     # ---- what others may ask ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lightning_hetero.data.assigned import SampleSource
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
+from lightning_hetero.stale.fit.own_samples import OwnSamples
 from lightning_hetero.stale.fit.refusals import SEES_NOT_ALL, no_monitored_steps
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
@@ -52,8 +53,8 @@ class StepLoop(GlobalSteps):
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, source: SampleSource, *, weight: Callable[[Any], float] | None,
-        sums: bool, **of_steps: Any,
+        self, trainer: Trainer, session: Session, source: SampleSource | OwnSamples, *,
+        weight: Callable[[Any], float] | None, sums: bool, **of_steps: Any,
     ) -> None:  # fmt: skip
         super().__init__(trainer, session, source, **of_steps)
         self._weight_of = weight
@@ -311,11 +312,13 @@ class StepLoop(GlobalSteps):
             kind=Ask.PUSH, epoch=at.epoch, global_step=at.global_step, substep=work.substep,
             assignment=work.grant.assignment,
             samples=work.computed, weight=work.weight, flags=flags, steps=steps, zeroes=zeroes,
+            numbers=self.source.told,
         )  # fmt: skip
-        reply = self.worker.push(request, compute_s)
+        reply = self._learn_end(self.worker.push(request, compute_s))
         self._zeroes = 0
         if final:
             self.parts.pushed(wasted=reply.wasted)
+            self.source.settle(wasted=reply.wasted)
             self._most_steps = max(work.substep, self._most_steps or 0)
         work.substep += 1
         data = {

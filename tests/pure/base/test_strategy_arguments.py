@@ -203,7 +203,6 @@ WRONG: list[tuple[type[Any], str, object, str]] = [
     (LoadBalancedStrategy, "max_samples", [4, -1], "max_samples=-1 of rank 1 must be a whole number"),
     (LoadBalancedStrategy, "policy", "kalman", "policy='kalman' must be a BalancePolicy"),
     (LoadBalancedStrategy, "batch_cost", 5, "batch_cost=5 must be a function of the batch"),
-    (LoadBalancedStrategy, "sample_costs", 5, "sample_costs=5 must be a sequence of numbers > 0"),
     (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
     (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
     (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be a finite number > 0"),

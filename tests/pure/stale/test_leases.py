@@ -149,6 +149,7 @@ def test_the_rest_of_an_early_return_is_issued_again() -> None:
 
 def test_resume() -> None:
     it = started(Flexible(), ends=(8, 16, 24))
+    it.speeds.learn(1, 4, 3.0)
     for rank, seconds in ((0, 1.0), (1, 3.0)):
         it.push(rank, assigned(it.claim(rank, 0, 0.0)).assignment, seconds, global_step=0)
     pooled = assigned(it.claim(0, 1, 3.0))

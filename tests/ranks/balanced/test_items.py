@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_hetero import BalancePolicy
 from lightning_hetero.types import SpeedSample
 from tests.ranks.exact_models import Tokens, sequences, tokens_of
 from tests.ranks.harness import run_ranks
@@ -100,71 +99,3 @@ def test_a_cost_that_is_no_work_is_named_with_the_rank() -> None:
     said = "batch_cost returned 0.0 on rank 1; it must be a finite number > 0"
     with pytest.raises(Exception, match=re.escape(said)):
         run_ranks(2, bad_job)
-
-
-# ---- sample_costs ------------------------------------------------------------------------------------------------
-
-
-def lengths() -> list[float]:
-    return [1.0 + (i * i) % 17 for i in range(SAMPLES)]
-
-
-class Texts(TensorDataset):
-    """Knows what each sample costs."""
-
-    def sample_cost(self, index: int) -> float:
-        return lengths()[index]
-
-
-def cut_job(rank: int, world: int) -> list[tuple[Any, BatchReport]]:
-    texts = Texts(*regression(SAMPLES).tensors)
-    return [
-        fit(rank, world, Toy(), {"sample_costs": lengths(), "policy": BalancePolicy(dead_band=100.0)}),  # equal shares
-        fit(rank, world, Toy(), {"min_samples": 0}, texts),
-    ]
-
-
-def test_batches_cut_by_cost_train_the_weights_of_one_process() -> None:
-    """By a sequence under equal shares, and by the dataset's method under shares that change all the time."""
-    expected = one_process(Toy())
-    ranks = run_ranks(2, cut_job)
-    for runs in ranks:
-        for trained, _ in runs:
-            assert trained.distance(expected) <= EXACT
-    for run in range(2):
-        sizes = list(zip(*([n for n, _ in rank[run][1].own] for rank in ranks), strict=True))
-        assert len(set(sizes)) >= 5
-    for told in (rank[0][1] for rank in ranks):
-        for records in told.records.values():
-            assert sum(record.samples for record in records) == BATCH
-            assert abs(records[0].work - records[1].work) <= max(lengths())
-
-
-def differing_job(rank: int, world: int) -> None:
-    fit(rank, world, Toy(), {"sample_costs": [1.0 + rank] * SAMPLES})
-
-
-def cost_by_rank(rank: int, world: int) -> None:
-    class Texts(TensorDataset):
-        def sample_cost(self, index: int) -> float:
-            return 1.0 + (index * (rank + 1)) % 7
-
-    fit(rank, world, Toy(), {}, Texts(*regression(SAMPLES).tensors))
-
-
-def test_ranks_that_cut_differently_are_stopped() -> None:
-    with pytest.raises(Exception, match="the ranks are configured differently: sample_costs is"):
-        run_ranks(2, differing_job)
-    with pytest.raises(Exception, match="ranks disagree on the shares"):
-        run_ranks(2, cost_by_rank)
-
-
-def several_job(rank: int, world: int) -> None:
-    module, texts = Toy(), Texts(*regression(SAMPLES).tensors)
-    both = {"a": DataLoader(texts, batch_size=4), "b": DataLoader(regression(SAMPLES), batch_size=4)}
-    rank_trainer(rank, world, balanced(), max_epochs=1).fit(module, both)
-
-
-def test_costs_of_one_of_several_loaders_are_refused() -> None:
-    with pytest.raises(Exception, match="cannot be combined with several train loaders"):
-        run_ranks(2, several_job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,77 +11,30 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from tests.ranks.balanced.sharded_kit import Deep, sharded
 from tests.ranks.balanced.sharded_kit import weights as whole_weights
 from tests.ranks.data.indexed import EXACT, Fit, Looking, Noting, Other, by_name, fit, indexed, refusal
+from tests.ranks.data.own_streams import (
+    APART,
+    BATCH,
+    LENGTHS,
+    WORLD,
+    Going,
+    Iterating,
+    Own,
+    Streaming,
+    WrongLength,
+    alone,
+    loader,
+)  # fmt: skip
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import balanced, quiet_trainer, rank_trainer, weights
+from tests.ranks.kit import balanced, rank_trainer, weights
 
-WORLD, BATCH, EPOCHS = 3, 4, 2  # global batches of 12
-LENGTHS = (45, 20, 31)
-APART = 100  # first indices of the ranks' samples
-
+EPOCHS = 2
 Finite: dict[str, Any] = {"stream": "finite"}
-
-
-class Own(IterableDataset[Any]):
-    """A rank's own samples in order; workers take turns, as users write it. Fails behind ``fails`` samples."""
-
-    def __init__(self, rank: int, samples: int, fails: int | None = None) -> None:
-        self.data, self.fails = indexed(WORLD * APART), fails
-        self.own = range(APART * rank, APART * rank + samples)
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for number, i in enumerate(self.own[start::step]):
-            if number == self.fails:
-                raise OSError("the shard is gone")
-            yield self.data[i]
-
-
-class WrongLength(Own):
-    """As many packages estimate it."""
-
-    def __len__(self) -> int:
-        return 7
-
-
-class Iterating(Own):
-    """Ends by StopIteration, in a worker too."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self.rest = super().__iter__()
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.rest)
-
-
-class Going(Own):
-    """Goes on in the next epoch where the one before has ended."""
-
-    def __init__(self, rank: int, samples: int) -> None:
-        super().__init__(rank, samples)
-        self.rest = super().__iter__()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.rest
-
-
-class Streaming(DataLoader):
-    """A subclass with its own arguments and state, as litData's."""
-
-    def __init__(self, dataset: Any, *, shards: str, **kwargs: Any) -> None:
-        super().__init__(dataset, **kwargs)
-        self.shards, self.passes = shards, 0
-
-    def __iter__(self) -> Any:  # type: ignore[override]
-        self.passes += 1
-        return super().__iter__()
 
 
 class Recorded(Noting):
@@ -130,11 +83,6 @@ class Weighed(Recorded):
 
     def on_train_epoch_end(self) -> None:
         pass
-
-
-def loader(rank: int, lengths: Sequence[int] = LENGTHS, workers: int = 0, make: Any = Own, **kwargs: Any) -> DataLoader:
-    kwargs |= {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    return DataLoader(make(rank, lengths[rank]), **{"batch_size": BATCH, **kwargs})
 
 
 def trained(
@@ -205,25 +153,6 @@ def by_epoch(ranks: Sequence[Fit]) -> list[list[list[list[int]]]]:
     epochs = ranks[0].extra["epochs"]
     steps = [list(step) for step in zip(*(run.seen for run in ranks), strict=True)]
     return [[step for step, at in zip(steps, epochs, strict=True) if at == e] for e in sorted(set(epochs))]
-
-
-class Batches(IterableDataset[Any]):
-    """What one process trains on: whole global batches; each pass is the next epoch's."""
-
-    def __init__(self, epochs: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
-        self.epochs, self.data = iter(epochs), indexed(WORLD * APART)
-
-    def __iter__(self) -> Iterator[Any]:
-        for step in next(self.epochs):
-            yield default_collate([self.data[i] for of_rank in step for i in of_rank])
-
-
-def alone(module: Any, epochs: Any, **kwargs: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = quiet_trainer(devices=1, max_epochs=len(epochs), **kwargs)
-        trainer.fit(module, DataLoader(Batches(epochs), batch_size=None))
-    return trainer
 
 
 class SeenAlone(Deep):

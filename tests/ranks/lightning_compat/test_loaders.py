@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_hetero import lightning_compat as compat
 from tests.ranks.harness import run_ranks
@@ -235,3 +235,45 @@ def test_train_source() -> None:
     note = LambdaCallback(setup=lambda trainer, module, stage: found.append(compat.train_source(trainer)))
     quiet_trainer(devices=1, max_steps=1, callbacks=[note]).fit(Toy(), loader)
     assert found == [loader]
+
+
+class Ahead(IterableDataset[Any]):
+    """Four batches without a length; notes how many were drawn when each was trained, and says which is the last."""
+
+    def __init__(self, *, singly: bool, ends_at: int) -> None:
+        self.singly, self.ends_at = singly, ends_at
+        self.trainer: Any = None
+        self.drawn, self.trained = 0, list[tuple[int, bool]]()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.singly:
+            compat.fetch_singly(self.trainer)
+        return self.batches()
+
+    def batches(self) -> Iterator[Any]:
+        for number in range(4):
+            self.drawn += 1
+            if number == self.ends_at:
+                compat.last_is_fetched(self.trainer)
+            yield regression(BATCH).tensors
+
+
+def trained(*, singly: bool, ends_at: int = 99) -> list[tuple[int, bool]]:
+    data = Ahead(singly=singly, ends_at=ends_at)
+
+    def note(trainer: Any, *_: Any) -> None:
+        data.trained.append((data.drawn, compat.last_batch_done(trainer)))
+
+    data.trainer = quiet_trainer(devices=1, callbacks=[LambdaCallback(on_train_batch_start=note)], max_epochs=1)
+    data.trainer.fit(Toy(), DataLoader(data, batch_size=None))
+    return data.trained
+
+
+def test_fetch_singly() -> None:
+    ahead = [drawn for drawn, _ in trained(singly=False)]
+    assert ahead == [2, 3, 4, 4], VERSIONS
+    assert [drawn for drawn, _ in trained(singly=True)] == [1, 2, 3, 4], VERSIONS
+
+
+def test_last_is_fetched() -> None:
+    assert trained(singly=True, ends_at=2) == [(1, False), (2, False), (3, True)], VERSIONS

@@ -220,7 +220,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 @pytest.mark.stock_ddp("batch_sampler", "stale", refused="needs `batch_sampler='pool'`")
-@pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
+@pytest.mark.stock_ddp("iterable", "stale", refused="needs `stream='finite'`")
 @pytest.mark.stock_ddp("no_dataloader", "stale", refused="such batches cannot be divided")
 def test_refusals_say_what_and_why() -> None:
     zero, one = run_ranks(2, refusals)

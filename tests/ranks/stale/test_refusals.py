@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str, tuple[str, ...]]] =
         ("the Trainer's sync_batchnorm=True", "trainer.sync_batchnorm=false"),
     ),
     "16-mixed, manual": (Manual, loader, scaled, {}, "TypeError", ("16-mixed", "manual", "bf16-mixed")),
-    "stream": (Toy, stream, dict, {}, "TypeError", ("IterableDataset", "map-style", "hetero_balanced")),
+    "stream": (Toy, stream, dict, {}, "TypeError", ("IterableDataset", "stream='finite'", "hetero_balanced")),
     "two loaders": (Toy, two_loaders, dict, {}, "TypeError", ("several train loaders", "StackDataset")),
     "save": (Saves, loader, dict, {}, "RuntimeError", ("a checkpoint inside training_step", "on_train_batch_end")),
     "collective": (
@@ -126,7 +126,7 @@ def refused_job(rank: int, world: int) -> dict[str, tuple[str, str]]:
 @pytest.mark.stock_ddp(
     "precision_mixed_manual", "stale", refused="the loss scale would change within a batch"
 )  # fmt: skip
-@pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
+@pytest.mark.stock_ddp("iterable", "stale", refused="needs `stream='finite'`")
 @pytest.mark.stock_ddp("no_dataloader", "stale", refused="such batches cannot be divided")
 @pytest.mark.stock_ddp("train_loaders", "stale", refused="samples are assigned from one order")
 @pytest.mark.stock_ddp("zero", "stale", refused="the server has the state, once")

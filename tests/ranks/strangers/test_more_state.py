@@ -578,7 +578,7 @@ def test_views(engine: str, before: bool) -> None:
 
 
 @pytest.mark.stock_ddp("iterable", "balanced")
-@pytest.mark.stock_ddp("iterable", "stale", refused="samples are assigned by their position")
+@pytest.mark.stock_ddp("iterable", "stale", refused="needs `stream='finite'`")
 @pytest.mark.stock_ddp("iterable", "pipeline", refused="needs `stream='shared'`")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stream_with_a_length(engine: str) -> None:

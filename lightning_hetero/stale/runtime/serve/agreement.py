@@ -22,7 +22,7 @@ class AnnouncedEpoch:
     """What the server keeps of an epoch.
 
     Attributes:
-        ends, global_step, spans: as the workers began it.
+        ends, global_step, spans, streams: as the workers began it; see `Streams.numbers`, empty without.
         by: the worker that did so first.
         begun: who has.
         words: one `Word` per global step gone by.
@@ -31,11 +31,14 @@ class AnnouncedEpoch:
     ends: tuple[int, ...]
     global_step: int
     spans: tuple[Span, ...]
+    streams: tuple[int, ...]
     by: int
     begun: set[int] = field(default_factory=set[int])
     words: array[int] = field(default_factory=lambda: array("q"))
 
     def __str__(self) -> str:
+        if self.streams:
+            return f"streams {self.streams}, from batch {self.global_step} on"
         samples = self.ends[-1] if self.ends else 0
         return f"{samples} samples in {len(self.ends)} batches, from batch {self.global_step} on"
 
@@ -79,11 +82,12 @@ class AnnouncedEpochs:
             raise ValueError(f"epoch {request.epoch} is over (the server is in {self.number})")
         epoch = self._present if request.epoch == self.number else None
         first, (batches, *numbers) = request.global_step, request.numbers
-        ends, spans = tuple(numbers[:batches]), pairs(numbers[batches:])
-        asked = AnnouncedEpoch(ends, first, spans, rank, {rank}, array("q", [0] * first))
+        streams = tuple(numbers) if batches < 0 else ()
+        ends, spans = ((), ()) if streams else (tuple(numbers[:batches]), pairs(numbers[batches:]))
+        asked = AnnouncedEpoch(ends, first, spans, streams, rank, {rank}, array("q", [0] * first))
         if epoch is None or rank in epoch.begun:
             return asked
-        if (epoch.ends, epoch.global_step, epoch.spans) != (asked.ends, asked.global_step, asked.spans):
+        if any(getattr(epoch, name) != getattr(asked, name) for name in ("ends", "global_step", "spans", "streams")):
             raise RunEndsError(
                 f"worker {rank} and worker {epoch.by} disagree on epoch {request.epoch}: {asked} or {epoch}. {_ADVICE}"
             )

@@ -169,6 +169,7 @@ class Pushes:
         here = {
             "epoch": self._epochs.number, "global_step": self.coordinator.global_step,
             "version": self.coordinator.version,
+            "total": 0 if (streams := self.coordinator.streams) is None else streams.total,
         }  # fmt: skip
         self.listener.reply(rank, Reply(kind=kind, **{**here, **said}))
 

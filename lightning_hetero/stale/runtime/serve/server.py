@@ -14,6 +14,7 @@ import logging
 import math
 from typing import Any
 
+from lightning_hetero.stale.decide.streams import Streams
 from lightning_hetero.stale.runtime.messages import MetAtServer, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError
 from lightning_hetero.stale.runtime.serve.pushes import Pushes
@@ -106,15 +107,25 @@ class ParameterServer(Pushes):
 
     def _gone(self, gone: Gone, now: float) -> None:
         rank = gone.rank
+        self._miss_stream(rank, gone.reason)
         self._epochs.forget(rank)
         self._members.gone(rank, gone.reason)
         self._without(rank, now)
 
     def _leave_behind(self, rank: int, reason: str, now: float) -> None:
         """Nobody waits for a worker any more; should it live after all, it learns the reason."""
+        self._miss_stream(rank, reason)
         self._members.gone(rank, reason, what="was left behind")
         self.listener.dismiss(rank, f"rank {rank} was left behind: {reason}. Start it again to have it join the others")
         self._gone(Gone(rank, reason), now)
+
+    def _miss_stream(self, rank: int, reason: str) -> None:
+        """A worker is gone that has not said goodbye: its own stream, if it has one, is nobody else's."""
+        if self.coordinator.streams is not None and rank in self._members.live:
+            self.fail(
+                f"rank {rank} is gone{reason and f' ({reason})'}, and the samples that its own stream has left"
+                " (stream='finite') are no other rank's: start all ranks again, from the last checkpoint"
+            )
 
     def _without(self, rank: int, now: float) -> None:
         """The others go on without a worker."""
@@ -177,6 +188,9 @@ class ParameterServer(Pushes):
                 raise ValueError(f"it is in epoch {request.epoch}, the server in {self._epochs.number}")
             if not 0 <= request.global_step <= self.coordinator.global_step:
                 raise ValueError(f"it is in batch {request.global_step}, the server in {self.coordinator.global_step}")
+            if request.numbers:
+                read, through = request.numbers
+                self.coordinator.told(rank, read, bool(through))
             serve = self.claim if kind is Ask.CLAIM else self.push
             serve(rank, request, now)
 
@@ -197,8 +211,10 @@ class ParameterServer(Pushes):
     def _begin(self, rank: int, request: Request, now: float) -> None:
         """Begins an epoch with the first worker that asks."""
         if (epoch := self._epochs.ask(rank, request)) is not None:
+            streams = Streams(epoch.streams) if epoch.streams else None
+            ends, spans = (epoch.ends, epoch.spans) if streams is None else (streams.ends, [(0, streams.used)])
             effects = self.coordinator.begin(
-                request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.global_step, now=now
+                request.epoch, ends, applied=spans, global_step=epoch.global_step, now=now, streams=streams
             )
             self.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)

@@ -107,8 +107,9 @@ class Worker:
         return reply
 
     def begin_epoch(
-        self, epoch: int, ends: Sequence[int], *, applied: Iterable[tuple[int, int]] = (), global_step: int = 0
-    ) -> Reply:
+        self, epoch: int, ends: Sequence[int], *, applied: Iterable[tuple[int, int]] = (), global_step: int = 0,
+        streams: Sequence[int] = (),
+    ) -> Reply:  # fmt: skip
         """Begins an epoch; all workers must do the same.
 
         Args:
@@ -116,6 +117,7 @@ class Worker:
             ends: cumulative samples behind each of its global steps.
             applied: spans of samples that are applied already, when an epoch is resumed ...
             global_step: ... at this one.
+            streams: of the ranks' own, instead of ends, see `Streams.numbers`.
 
         Returns:
             A reply whose ``numbers`` are spans, flat: one for each of the next ``ahead`` global steps, what this worker
@@ -125,23 +127,28 @@ class Worker:
         Raises:
             RemoteFailureError: the workers disagree, or the run has failed.
         """
-        numbers, text = (len(ends), *ends, *chain.from_iterable(applied)), self._layout.digest
+        numbers = (-1, *streams) if streams else (len(ends), *ends, *chain.from_iterable(applied))
+        text = self._layout.digest
         reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, global_step=global_step, numbers=numbers, text=text))
         self.weights.go_on(Phase.BETWEEN)
         return reply
 
-    def claim(self, epoch: int, global_step: int) -> Reply:
+    def claim(self, epoch: int, global_step: int, read: Sequence[int] = ()) -> Reply:
         """Asks for work in a batch; returns ``Say.ASSIGNED`` or ``Say.PASSED``, perhaps after a while.
 
         An assignment's ``numbers`` are spans of samples, flat, none for a dummy batch; `pull` before computing. With
         ``PASSED`` they are one `Word` per global step from ``global_step`` to the server's.
+
+        Args:
+            epoch, global_step: where this worker is.
+            read: samples read of this worker's own stream, and whether that is through; empty: it has none.
 
         Raises:
             RemoteFailureError: the run has failed.
             ServerLostError: the server is gone.
         """
         self.weights.look()
-        request = Request(kind=Ask.CLAIM, epoch=epoch, global_step=global_step, flags=self._wanted)
+        request = Request(kind=Ask.CLAIM, epoch=epoch, global_step=global_step, flags=self._wanted, numbers=read)
         return self._answered(self._call(request))
 
     def _answered(self, reply: Reply) -> Reply:

@@ -1,0 +1,89 @@
+"""This rank's own finite stream as a source of what the server assigns: how many samples, not which (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.data.order import Channel
+from lightning_hetero.data.own_stream import OwnStream
+from lightning_hetero.stale.decide.intervals import size
+from lightning_hetero.stale.decide.streams import Stream, Streams
+
+
+class OwnSamples(OwnStream):
+    """As `SampleSource`, of streams; a push that counts nothing has its samples come again.
+
+    Args:
+        loader: the user's; not changed.
+        channel: of all ranks.
+        members: who takes part.
+        batch_of_all: samples of a global batch.
+        counted: whether the user says what a batch counts.
+        used: by the global step at which an epoch is resumed, what was used of the stream of each rank.
+
+    Attributes:
+        batch_of_all: as given.
+        ahead: as there.
+    """
+
+    ahead = 0
+
+    def __init__(
+        self, loader: DataLoader, channel: Channel, members: Members, *, batch_of_all: int, counted: bool,
+        used: Mapping[int, Sequence[int]],
+    ) -> None:  # fmt: skip
+        reserve = Streams.reserve(batch_of_all, drop_last=loader.drop_last)
+        super().__init__(loader, reserve=reserve, counted=counted)
+        self._channel, self._members, self.batch_of_all, self._used = channel, members, batch_of_all, used
+
+    def begin_epoch(self, first: int, most: int) -> list[int]:
+        """Begins an epoch at a global step; returns what all ranks have read, see `Streams.numbers`. A collective.
+
+        Raises:
+            ValueError: it is not known what was used before ``first``.
+            RuntimeError: another rank's stream fails.
+        """
+        rank, error = self._members.rank, None
+        used = self._used.get(first) if first else [0] * self._members.world_size
+        if used is None:
+            raise ValueError(
+                f"training goes on after {first} batches in the middle of an epoch, and it is not known how many"
+                " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on as many"
+                " ranks as then, or from one made at the end of an epoch"
+            )
+        try:
+            self.begin(used[rank])
+        except Exception as failed:
+            error = failed
+        told = self._channel.all_gather_object((rank, -1 if error is not None else self.read, self.through))
+        if error is not None:
+            raise error
+        if failing := [other for other, read, _ in told if read < 0]:
+            raise RuntimeError(f"the stream of rank {failing[0]} fails at its begin, see its error")
+        streams = [Stream(other, read, through, used[other]) for other, read, through in told]
+        if any(stream.read == stream.used for stream in streams):  # perhaps it has never had one for its dummy
+            self.share_dummy(self._channel)
+        return Streams.numbers(
+            self.batch_of_all, most, drop_last=self.loader.drop_last, first=first, streams=streams
+        )
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """What claims and pushes say."""
+        return self.read, int(self.through)
+
+    def batch(self, spans: Sequence[tuple[int, int]], *, due: int = 1) -> Any:
+        """Returns the collated batch of the next samples, as many as are assigned."""
+        del due
+        return self.next(size(spans))
+
+    def dummy(self, *, due: int = 0) -> Any:
+        del due
+        return super().dummy()
+
+    def hint(self, span: tuple[int, int]) -> None:
+        """Nothing is fetched ahead by position."""
