@@ -171,18 +171,16 @@ def pipeline_besides(results: Results) -> str:
     held = "memory-capped, mlp, Lightning: parameters, gradients, optimizer state"
     even = ": the even chain by our walker / by torch.distributed.pipelining"
     chains = [1.0 / results[f"{case}{even}"] for case in results.cases(even)]
-    overhead, walker = "4 equal stages: ours / torch.distributed.pipelining", results.other("walker")
     most, whole = results[f"{held}, most held / device's memory"], results[f"{held}, whole model / largest memory"]
-    before = [1.0 / results[f"{case}, links free: ours / torch.distributed.pipelining"]
-              for case in ("emulated, 4 equal stages", "real work only, 4 equal stages")]  # fmt: skip
+    stages = ": ours / torch.distributed.pipelining"
+    equal = [1.0 / results[case + stages] for case in results.cases(stages)]  # emulated, and real work only
     return _joined(
         "On four *equal* devices the best plan is plain data parallelism, and so is ours; there a step is"
         f" {1.0 / replicas:.2f} times as fast as the balanced engine's. Each rank of the memory-capped MLP holds at"
         f" most {most:.2f} of its device, the whole model is {whole:.1f} times as large. Compared with"
         f" `torch.distributed.pipelining` on the same even chains our walker is {_span(chains)} times as fast; on four"
-        f" synthetic equal stages {1.0 / walker[f'emulated, {overhead}']:.2f} times, and"
-        f" {1.0 / walker[f'real work only, {overhead}']:.2f} times where nothing is emulated and four processes share"
-        f" two cores ({before[0]:.2f} and {before[1]:.2f} with an older walker)."
+        f" synthetic equal stages {equal[0]:.2f} times, and {equal[1]:.2f} times where nothing is emulated and four"
+        " processes share two cores."
     )
 
 

@@ -5,8 +5,7 @@ Three parts, in emulated devices on emulated links (scenarios: ``clusters/*.yaml
 - *plans*: the best even pipelines of 1, 2 and 4 groups and our plan, run by the same walker; what the model says of
   each; `torch.distributed.pipelining` where an even chain over free links can stand beside it; and the bound.
 - *Lightning*: our strategy, stock DDP and the balanced engine; memory held by each rank.
-- *overhead*: our walker against `torch.distributed.pipelining` where that is at its best; `benchmarks.walker` measures
-  that alone.
+- *overhead*: our walker against `torch.distributed.pipelining` where that is at its best.
 
 Ratios are between runs of the same processes, one after the other, medians over the repeats.
 """
@@ -24,12 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline.figures import case_figures, overhead_figures, tables, trained_figures
-from benchmarks.pipeline.models import costs_of
-from benchmarks.pipeline.plans import exhaustive
 from benchmarks.pipeline.scenarios import Case, cases
 from benchmarks.report import write_results
 
-EXHAUSTIVE = 4  # devices, for which all plans are tried in half a minute
 NOTES = (
     "Emulated devices sleep for the time of their layers, real work included, so that eight of them run"
     " truthfully on two cores; one rule for all engines, see docs/reference/emulation.md. Messages arrive as late as"
@@ -40,8 +36,7 @@ NOTES = (
     " micro-batch costs `fixed_s` besides its samples, so small ones are not free. *Even*: consecutive ranks, equal"
     " shares, the better of borders by layers and by parameters, of textbook 1F1B and our schedule, and"
     " the best micro-batch, all by the model. *modelled*: makespan of the generated schedules and the"
-    " synchronisation. *best of all plans*: all groups, orders, borders, sizes and shares tried, by the"
-    " planner's model. In *ours* a stage is rank:layers. *torch*: `torch.distributed.pipelining`, which"
+    " synchronisation. In *ours* a stage is rank:layers. *torch*: `torch.distributed.pipelining`, which"
     " sleeps inside its stages and has no emulated links. Python's garbage is collected before every run, of every"
     " engine: a full collection, due some time after all imports, takes hundreds of milliseconds.\n\n"
 )
@@ -84,10 +79,6 @@ def main() -> None:
         raw["load_before"][f"{world_size} ranks"] = os.getloadavg()[0]
         for part, found in launch(world_size, repeats, steps, trained, "quick" if args.quick else "full").items():
             raw[part] |= found
-    for case in every:
-        if case.world_size <= EXHAUSTIVE and not args.quick:
-            model = costs_of(case.model, case.sample_s, case.fixed_s)
-            raw["walked"][case.title]["exhaustive"] = exhaustive(case, model)
     report(args.out, every, raw)
 
 

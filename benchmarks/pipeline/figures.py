@@ -13,7 +13,7 @@ from benchmarks.steps import percentile
 
 Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
-MODELLED, AGREEMENT, PLANNED = 0.95, 0.10, 1.02
+MODELLED, AGREEMENT = 0.95, 0.10
 REPLICAS, OVERHEAD, OVERHEAD_EMULATED = 1.03, 1.05, 1.0
 TAKEN = 1.02  # emulated work may have taken so much of what the scenario says, or the devices are not those described
 WORDS = {"ddp": "stock DDP", "balanced": "balanced", "replicas": "ours, plain DP", "ours": "ours"}
@@ -62,17 +62,10 @@ def case_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
         ),
         figure(f"{case.title}: bound / measured", raw["bound_s"] / ours_s, ""),
     ]
-    exhaustive: Mapping[str, float] = raw.get("exhaustive", {})
-    short = exhaustive["ours_s"] / exhaustive["best_s"] if exhaustive else 1.0  # of the best of all plans
-    if exhaustive:
-        figures.append(figure(f"{case.title}: modelled, our plan / best of all plans", short, "", most=PLANNED))
 
     def compare(name: str, words: str, least: float | None) -> None:
         saved = 100 * (1.0 - ratio(runs["ours"], even[name]))
         figures.append(figure(f"{case.title}: less time than {words}", saved, "%", least=least))
-        if exhaustive:
-            most = 100 * (1.0 - modelled_s["ours"] / short / modelled_s[name])
-            figures.append(figure(f"{case.title}: modelled, best of all plans, less time than {words}", most, "%"))
 
     if even:
         best = min(even, key=lambda name: median_s(even[name]))
