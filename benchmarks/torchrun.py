@@ -32,7 +32,7 @@ def launch(
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         command += ["-m", module, str(path), *map(str, arguments)]
-        subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
+        subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})})
         return json.loads(path.read_text())
 
 

@@ -240,8 +240,6 @@ def trained(replicas_s: float, held: float) -> dict[str, Any]:
     times = {"ours": 0.5, "ddp": 1.0, "balanced": 0.6, "replicas": replicas_s}
     return {
         "steps_s": {name: [[value] * 3] * 2 for name, value in times.items()},
-        "gc_s": {name: [[0.0, 0.0, 0.25]] * 2 for name in times},
-        "late_s": {name: [[0.0, 0.0, 0.125]] * 2 for name in times},
         "taken": {name: [1.0, 1.01] for name in times},
         "exchange_s": dict.fromkeys(times, 0.01),
         "modelled_s": 0.48,

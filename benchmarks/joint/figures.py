@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from benchmarks.joint.real.courses import CONTENDERS, ORACLE, OURS, REACTING, Course, played
-from benchmarks.steps import percentile
-
-Figure = dict[str, Any]
+from benchmarks.joint.courses import CONTENDERS, ORACLE, OURS, REACTING, Course, played
+from benchmarks.kit.figures import TAKEN, Figure, markdown, named, percentile
 
 WITHIN = 1.25  # of the best time in a state: from there on a change is taken as answered
 IN_A_ROW = 3
 MOVING = 0.15  # batches per layer, in the base scenario
-TAKEN = 1.02  # emulated work may have taken so much of what the scenario says
 NOISE = 1.0  # two runs of the same differ by so much [%]
 
 
@@ -59,36 +56,24 @@ def layer_batches(raw: Mapping[str, Any], one: Mapping[str, Any]) -> float | Non
 
 def course_figures(course: Course, raw: Mapping[str, Any]) -> list[Figure]:
     """Holds the controller against all others."""
-    title, whole = course.case.name, {name: sum(steps_of(raw, name)) for name in raw["measured"]}
-    figures: list[Figure] = []
-
-    def add(name: str, value: float, unit: str, goal: str | None = None, holds: bool | None = None) -> None:
-        figures.append({"name": f"{title}: {name}", "value": value, "unit": unit, "goal": goal, "holds": holds})
-
-    add("controller, all batches", whole[OURS], "s")
+    put, whole = named(course.case.name), {name: sum(steps_of(raw, name)) for name in raw["measured"]}
+    figures = [put("controller, all batches", whole[OURS], "s")]
     for name in (name for name in CONTENDERS if name in whole and name not in (OURS, ORACLE)):
-        less, wanted = 100.0 * (1.0 - whole[OURS] / whole[name]), course.less_than.get(name)
-        if wanted is None:
-            add(f"less time than {name}", less, "%")
-        elif wanted == 0.0:
-            add(f"less time than {name}", less, "%", f">= 0 within {NOISE:g} of noise", less >= -NOISE)
-        else:
-            add(f"less time than {name}", less, "%", f">= {wanted:g}", less >= wanted)
-    above, most = 100.0 * (whole[OURS] / whole[ORACLE] - 1.0), course.above_oracle
-    if most is None:
-        add("above the oracle", above, "%")
-    else:
-        add("above the oracle", above, "%", f"<= {most:g}", above <= most)
+        wanted = course.less_than.get(name)
+        least = -NOISE if wanted == 0.0 else wanted  # as fast, within the noise
+        figures.append(put(f"less time than {name}", 100.0 * (1.0 - whole[OURS] / whole[name]), "%", least=least))
+    above = 100.0 * (whole[OURS] / whole[ORACLE] - 1.0)
+    figures.append(put("above the oracle", above, "%", most=course.above_oracle))
     ours = raw["measured"][OURS]
-    late = answers(raw, steps_of(raw, OURS))
-    add(f"batches until within {WITHIN:g} of the best, longest after a change", max(n for n, _ in late), "batches")
-    add("migrations", len(migrations(ours)), "")
+    late = max(n for n, _ in answers(raw, steps_of(raw, OURS)))
+    figures.append(put(f"batches until within {WITHIN:g} of the best, longest after a change", late, "batches"))
+    figures.append(put("migrations", len(migrations(ours)), ""))
     each = layer_batches(raw, ours)
     if each is not None:
-        base = course.above_oracle is not None
-        add("moving a layer", each, "batches", f"<= {MOVING:g}" if base else None, each <= MOVING if base else None)
+        most = MOVING if course.above_oracle is not None else None
+        figures.append(put("moving a layer", each, "batches", most=most))
     taken = max(one["taken"] for one in raw["measured"].values())
-    add("emulated work, taken / asked, greatest of all", taken, "x", f"<= {TAKEN:g}", taken <= TAKEN)
+    figures.append(put("emulated work, taken / asked, greatest of all", taken, "x", most=TAKEN))
     return figures
 
 
@@ -119,5 +104,4 @@ def table(titles: Mapping[str, str], every: Mapping[str, Mapping[str, Any]]) -> 
             else:
                 row += ["–"] * 3
             rows.append(row)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, rows)

@@ -7,6 +7,7 @@ lag batches later the decision is in force; if layers move, training stops for t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,32 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.joint.simulated.machine import Batch, Machine
-from benchmarks.joint.simulated.traces import Trace
+from benchmarks.joint.machine import Batch, Machine, Phase
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.types import PipelinePlan
+
+
+class Trace:
+    """Phases in order of time.
+
+    Args:
+        phases: the first starts at 0.
+        by_batch: they start at batches; False: at seconds.
+
+    Raises:
+        ValueError: no phase, the first not at 0, or not in order.
+    """
+
+    def __init__(self, phases: Sequence[Phase], *, by_batch: bool = True) -> None:
+        self.phases, self.by_batch = tuple(phases), by_batch
+        self._starts = [phase.start for phase in phases]
+        if not phases or phases[0].start != 0.0 or sorted(self._starts) != self._starts:
+            raise ValueError(f"phases start at {self._starts}: give one or more, in order, the first at 0")
+
+    def at(self, batch: int, now_s: float) -> Phase:
+        """Returns what holds as ``batch`` starts at ``now_s``."""
+        return self.phases[bisect_right(self._starts, batch if self.by_batch else now_s) - 1]
 
 
 class Decides(Protocol):

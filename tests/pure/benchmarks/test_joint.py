@@ -6,21 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.joint.real.courses import (
-    CHAIN,
-    EVEN,
-    ORACLE,
-    OURS,
-    SHARES,
-    STATIC,
-    TICK_S,
-    Course,
-    courses,
-    played,
-    read,
-)
-from benchmarks.joint.real.figures import answers, course_figures, steps_of
-from benchmarks.joint.real.plans import prepared
+from benchmarks.joint.courses import CHAIN, EVEN, ORACLE, OURS, SHARES, STATIC, TICK_S, Course, courses, played, read
+from benchmarks.joint.figures import answers, course_figures, steps_of
+from benchmarks.joint.plans import prepared
 from benchmarks.report import FIELDS
 from lightning_hetero.pipeline.decide.plans import check_plan
 from lightning_hetero.solvers.plans import plan_from_plain

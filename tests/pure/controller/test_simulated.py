@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.joint.simulated.machine import Machine
-from benchmarks.joint.simulated.simulator import Rates, Unchanged, simulate
-from benchmarks.joint.simulated.traces import Phase, Trace
+from benchmarks.joint.machine import Machine, Phase
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
@@ -18,6 +16,7 @@ from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import PipelinePlan
 from tests.pure.controller.kit import cluster_of, model_of
+from tests.pure.controller.simulated import Rates, Trace, Unchanged, simulate
 
 MODEL = model_of([1e-3, 2e-3, 1e-3, 3e-3], output_bytes=1e4)
 CAPPED = cluster_of([1.0, 0.5], mem_bytes=3.1e6)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from benchmarks.joint.simulated.traces import Phase
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.controller.migration import pieces_between
 from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, Link, ModelCost, PipelinePlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """What holds from ``start`` on.
+
+    Attributes:
+        start: batch, or second.
+        slowness: of the ranks: how many times as long they take as the cluster's description says.
+        links: the same of directions between ranks, (source, target); those left out are as described.
+        prices: of the ranks, relative to what they are given as.
+    """
+
+    start: float
+    slowness: tuple[float, ...]
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    prices: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
