@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparators.table import table_of as comparators
 from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, faster, measured
@@ -145,6 +144,27 @@ def stale(results: Results) -> str:
         f" losses as well: up to {max(losses):.1f} times DDP's final loss, where the learning rate sits at the edge of"
         " stability.",
     )
+
+
+def policies(results: Results) -> str:
+    """Of docs/theory/stale_policies.md: a table per optimizer, time to the target and final loss over DDP's."""
+    clusters = {"equal": "calm", "1:1:1:1/8": "one straggler", "spells": "spells"}
+    rows = {(row["case"], row["policy"]): row for row in results.raw["simulated"]}
+    shown = [policy for policy in dict.fromkeys(policy for _, policy in rows) if "balanced" not in policy]
+    parts: list[str] = []
+    for model in ("MLP, momentum", "MLP, Adam", "MLP at the edge, momentum"):
+        lined: list[list[str]] = []
+        for policy in shown:
+            cells = [f"`{policy}`"]
+            for case in clusters:
+                row, target = rows[case, policy], f"{model}: time to target_s"
+                ddp_s = rows[case, "bsp (stock DDP)"][target]
+                time = DASH if row[target] is None else f"{row[target] / ddp_s:.2f}"
+                error = row[f"{model}: loss to DDP, standard error"]
+                cells.append(f"{time}, {row[f'{model}: loss to DDP']:.2f}" + (f" +- {error:.2f}" if error else ""))
+            lined.append(cells)
+        parts.append(_table([model, *(f"{word}: time, final loss" for word in clusters.values())], lined))
+    return "\n\n".join(parts)
 
 
 def pipeline(results: Results) -> str:
@@ -301,7 +321,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
-    "comparators": ("comparators", comparators),
+    "policies": ("stale", policies),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 
