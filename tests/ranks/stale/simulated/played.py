@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from benchmarks.faults.world import Process, World
 from lightning_hetero.base.elastic import admission, meetings
 from lightning_hetero.transport import groups as processes
+from tests.ranks.stale.simulated.world import Process, World
 
 if TYPE_CHECKING:
-    from benchmarks.faults.ranks import Rank
-    from benchmarks.faults.wires import Store
+    from tests.ranks.stale.simulated.ranks import Rank
+    from tests.ranks.stale.simulated.wires import Store
 
 GROUP_TIMEOUT_S = 1800.0  # torch's
 

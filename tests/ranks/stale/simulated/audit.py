@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from benchmarks.faults.cases import Case
 from lightning_hetero.stale.runtime.layout import FlatLayout
+from tests.ranks.stale.simulated.cases import Case
 
 _MOST = 5  # violations of one run that are worth reading
 

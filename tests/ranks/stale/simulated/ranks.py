@@ -21,10 +21,6 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
-from benchmarks.faults.cases import LIVENESS_S
-from benchmarks.faults.played import GROUP_TIMEOUT_S, ProcessGroup
-from benchmarks.faults.wires import MemoryLink
-from benchmarks.faults.world import Process, World
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
@@ -37,9 +33,13 @@ from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Ask, Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 from lightning_hetero.transport.groups import rebuild_default_group
+from tests.ranks.stale.simulated.cases import LIVENESS_S
+from tests.ranks.stale.simulated.played import GROUP_TIMEOUT_S, ProcessGroup
+from tests.ranks.stale.simulated.wires import MemoryLink
+from tests.ranks.stale.simulated.world import Process, World
 
 if TYPE_CHECKING:
-    from benchmarks.faults.simulation import Simulation
+    from tests.ranks.stale.simulated.simulation import Simulation
 
 _SILENT_S = 30.0  # as in `JoiningRank`: without any store
 _ANSWER_S = 3.0  # as in `JoinRequests`

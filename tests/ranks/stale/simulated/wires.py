@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.faults.cases import LIVENESS_S
-from benchmarks.faults.world import Process, World
 from lightning_hetero.transport.base import (
     Alive,
     Arrived,
@@ -29,6 +27,8 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.link import RemoteLink
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
+from tests.ranks.stale.simulated.cases import LIVENESS_S
+from tests.ranks.stale.simulated.world import Process, World
 
 _HANDSHAKE_S = 0.002
 _ROUNDING_S = 1e-9  # the server's clock is a difference of two

@@ -1,4 +1,4 @@
-"""One run: the engine's server and workers, a virtual clock, and an adversary; see `benchmarks.faults`."""
+"""One run: the engine's server and workers, a virtual clock, and an adversary; see `tests.ranks.stale.simulated`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.faults.audit import Audit
-from benchmarks.faults.cases import LIVENESS_S, PATIENCE_S, SERVER, Case, Fault, Point
-from benchmarks.faults.played import GROUP_TIMEOUT_S, ProcessGroup, played
-from benchmarks.faults.ranks import Lobby, Rank, model_of
-from benchmarks.faults.wires import Delays, MemoryListener, Store, Wires
-from benchmarks.faults.world import EndlessError, Process, World
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.runtime import start
 from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.membership import Limits
+from tests.ranks.stale.simulated.audit import Audit
+from tests.ranks.stale.simulated.cases import LIVENESS_S, PATIENCE_S, SERVER, Case, Fault, Point
+from tests.ranks.stale.simulated.played import GROUP_TIMEOUT_S, ProcessGroup, played
+from tests.ranks.stale.simulated.ranks import Lobby, Rank, model_of
+from tests.ranks.stale.simulated.wires import Delays, MemoryListener, Store, Wires
+from tests.ranks.stale.simulated.world import EndlessError, Process, World
 
 _MOST_EVENTS = 50_000
 
