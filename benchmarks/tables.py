@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
+from benchmarks.planner.published import SETUPS
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, faster, measured
 
@@ -98,13 +99,11 @@ def balanced(results: Results) -> str:
     pairs = [f"{', '.join(ratio for _, ratio in ranks)} ({n} ranks)" for n, ranks in equal.items()]
     steps_ms = ", ".join(step for step, _ in next(iter(equal.values())))
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
-    critical_us = results["exchange + decision on the critical path, 4 ranks, gloo"]
     after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
         f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices, where a"
-        f" step of DDP takes {steps_ms} ms, ours is {' and '.join(pairs)} times as fast; exchange and decision cost"
-        f" {critical_us:.0f} us.",
+        f" step of DDP takes {steps_ms} ms, ours is {' and '.join(pairs)} times as fast.",
     )
 
 
@@ -202,6 +201,19 @@ def pipeline_besides(results: Results) -> str:
         f" synthetic equal stages {equal[0]:.2f} times, and {equal[1]:.2f} times where nothing is emulated and four"
         " processes share two cores."
     )
+
+
+def published(results: Results) -> str:
+    """Of docs/benchmarks.md: set-ups of others, theirs, as planned and as measured."""
+    rows = []
+    for one in SETUPS:
+        gains = [f"{one.name}: times as fast as DDP, {how}" for how in ("planner", "measured")]
+        if gains[1] in results:
+            errors = [results.text(f"{one.name}, {e}: planned / measured", "{:.2f}") for e in ("ddp", "balanced")]
+            cells = [f"{results[gain]:.2f}" for gain in gains]
+            rows.append([one.name, one.theirs, *cells, " / ".join(errors)])
+    head = ["set-up", "theirs", "times as fast as DDP: planner says", "measured", "planned / measured step, DDP / ours"]
+    return _table(head, rows) if rows else "The published set-ups have not been measured yet."
 
 
 def predictions(results: Results) -> str:
@@ -316,6 +328,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
     "predictions": ("planning_real", predictions),
+    "published": ("planner", published),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
     "faults": ("fault_matrix", fault_table),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -25,16 +25,16 @@ from benchmarks.kit.training import (
     Clock,
     Compared,
     StaticShares,
-    engine,
     first_gradient,
     fit,
     flat_gradient,
     forgetting,
     gathered,
+    gloo,
     synthetic,
 )
 from benchmarks.torchrun import as_rank
-from lightning_hetero import Scenario
+from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy, Scenario
 
 FEATURES = 16
 
@@ -64,7 +64,7 @@ def train(name: str, case: Case, rank: int) -> tuple[Clock, Model, Emulated]:
     samples = case.global_batch * (case.steps + 2)
     data, clock, model, emulated = synthetic(samples, FEATURES), Clock(), Model(), Emulated(case.scenario)
     loader = DataLoader(data, batch_size=case.per_rank, shuffle=True)
-    strategy = engine("balanced", min_samples=case.min_samples) if name == "ours" else engine("ddp")
+    strategy = gloo(LoadBalancedStrategy, min_samples=case.min_samples) if name == "ours" else gloo(DDPStrategy)
     if name == "folk":
         caps = [case.global_batch] * case.world_size
         shares = best_static(case.scenario, case.per_rank, case.steps, caps)
@@ -114,11 +114,11 @@ def run_equal(case: EqualCase, repeats: int, rank: int) -> dict[str, Any]:
 
 
 CONTENDERS: dict[str, Callable[[], Strategy]] = {
-    "DDP": lambda: engine("ddp"),
-    "DDP again": lambda: engine("ddp"),
-    "balanced": lambda: engine("balanced"),
-    "balanced, narx": lambda: engine("balanced", predictor="narx"),
-    "stale": lambda: engine("stale"),
+    "DDP": lambda: gloo(DDPStrategy),
+    "DDP again": lambda: gloo(DDPStrategy),
+    "balanced": lambda: gloo(LoadBalancedStrategy),
+    "balanced, narx": lambda: gloo(LoadBalancedStrategy, predictor="narx"),
+    "stale": lambda: gloo(BoundedStalenessStrategy),
 }
 
 

@@ -1,1 +1,1 @@
-"""Random faults against the stale engine on a virtual clock, counted; the simulation is `tests.ranks.stale.simulated`."""
+"""Random faults against the stale engine on a virtual clock, by `tests.ranks.stale.simulated`, counted."""

@@ -21,7 +21,7 @@ from benchmarks.kit.runner import Benchmark, Cases, Raw
 from tests.ranks.stale.simulated.cases import case_of
 from tests.ranks.stale.simulated.simulation import simulate
 
-PART, QUICK = 1000, 40  # schedules of a case
+PART, QUICK = 1000, 10  # schedules of a case
 NOTES = """Failures: schedules in which a sample was applied twice, or never though training ended well; a contribution
 was older than the policy's bound; a rank, or the server, had no answer within the schedule's time; a rank ended though
 nothing had happened that ends a run, or ended with a cause while another trained to the end. What ends a run: an error

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from benchmarks.emulated import LinkedDevices
 from benchmarks.joint.courses import BALANCED, DDP, ORACLE, OURS, REACTING, SHARES, TICK_S, Course, courses
-from benchmarks.kit.training import Clock, engine, fit, gathered
+from benchmarks.kit.training import Clock, fit, gathered, gloo
+from benchmarks.pipeline.devices import LinkedDevices
 from benchmarks.pipeline.exchange import ddp_exposed_s
 from benchmarks.pipeline.models import costs_of, dataset, make, parameters_of
 from benchmarks.pipeline.plans import described
 from benchmarks.torchrun import as_rank
-from lightning_hetero import LyapunovController, Scenario
+from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, LyapunovController, Scenario
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
@@ -91,13 +92,13 @@ def train(
 
 def _strategy(name: str, model: ModelCost, cluster: Cluster, plan: PipelinePlan | None) -> Any:
     if name == DDP:
-        return engine("ddp")
+        return gloo(DDPStrategy)
     if name == BALANCED:
-        return engine("balanced", min_samples=1)
+        return gloo(LoadBalancedStrategy, min_samples=1)
     controllers: dict[str, Any] = {OURS: "lyapunov", SHARES: LyapunovController(structure=False)}
-    return engine(
-        "pipeline", backbone="layers", cluster=cluster, profile=model, plan=plan, controller=controllers.get(name),
-        emulate_links=True,
+    return gloo(
+        HeteroPipelineStrategy, backbone="layers", cluster=cluster, profile=model, plan=plan,
+        controller=controllers.get(name), emulate_links=True,
     )  # fmt: skip
 
 

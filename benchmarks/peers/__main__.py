@@ -1,4 +1,4 @@
-"""``python -m benchmarks.peers [--quick] [--repeats SEEDS] [--only WORDS]``: what a user would pick instead, on the same emulated devices.
+"""``python -m benchmarks.peers [--quick] [--repeats SEEDS]``: what a user would pick instead, on the same devices.
 
 Four processes train the same small CNN on the same digits, in the same order where the peer lets one choose it. Every
 training has four fresh processes; peers are interleaved seed by seed. Peers that are optional packages are left out,

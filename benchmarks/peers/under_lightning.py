@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler
 
 from benchmarks.emulated import Emulated
-from benchmarks.kit.training import Clock, engine, fit
+from benchmarks.kit.training import Clock, fit, gloo
 from benchmarks.peers.cases import (
     BATCHES,
     CLUSTERS,
@@ -26,6 +26,7 @@ from benchmarks.peers.cases import (
     parts_of,
 )
 from benchmarks.peers.task import Curve, datasets, net_of, order_of, recipe
+from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.solvers import apportion
 
 
@@ -135,6 +136,13 @@ def _local_sgd() -> tuple[DDPStrategy, list[Callback]]:
     return strategy, [LocalHook(state)]
 
 
+OURS: dict[str, Any] = {
+    "ours: balanced": LoadBalancedStrategy,
+    "ours: stale": BoundedStalenessStrategy,
+    "ours: pipeline": HeteroPipelineStrategy,
+}
+
+
 def train(run: Run, rank: int, curve: Curve) -> dict[str, Any]:
     """Trains; returns what this rank saw."""
     seed_everything(run.seed, verbose=False)  # of Lightning's DistributedSampler, too
@@ -151,7 +159,7 @@ def train(run: Run, rank: int, curve: Curve) -> dict[str, Any]:
         strategy, more = _local_sgd()
         callbacks += more
     else:
-        strategy = engine(run.peer.removeprefix("ours: ") if run.peer.startswith("ours") else "ddp")
+        strategy = gloo(OURS.get(run.peer, DDPStrategy))
     model = Digits(run.seed, run.updates, weighted=run.peer.endswith(", weighted"))
     trainer = fit(
         strategy, model, loader, steps=run.updates, ranks=ranks, callbacks=callbacks, use_distributed_sampler=not static

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from benchmarks.emulated import LinkedDevices
-from benchmarks.kit.training import Clock, engine, fit, gathered
+from benchmarks.kit.training import Clock, fit, gathered, gloo
+from benchmarks.pipeline.devices import LinkedDevices
 from benchmarks.pipeline.exchange import ddp_exposed_s
 from benchmarks.pipeline.models import costs_of, dataset, make, parameters_of
 from benchmarks.pipeline.plans import (
@@ -33,7 +34,7 @@ from benchmarks.pipeline.plans import (
 from benchmarks.pipeline.scenarios import Case, cases
 from benchmarks.pipeline.walk import Timed, Walk, run_stock, timed
 from benchmarks.torchrun import as_rank
-from lightning_hetero import Scenario
+from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scenario
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.solvers.apportion import apportion
@@ -86,11 +87,10 @@ def _replicas(case: Case) -> PipelinePlan:
 
 def _strategy(name: str, case: Case) -> Any:
     if name == "ddp":
-        return engine("ddp")
+        return gloo(DDPStrategy)
     if name == "balanced":
-        return engine("balanced", min_samples=1)
-    return engine(
-        "pipeline",
+        return gloo(LoadBalancedStrategy, min_samples=1)
+    return gloo(HeteroPipelineStrategy,
         backbone="layers",
         cluster=case.cluster,
         profile=costs_of(case.model, case.sample_s),  # the fixed time comes with the scenario

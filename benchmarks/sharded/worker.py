@@ -23,16 +23,17 @@ from benchmarks.kit.training import (
     Clock,
     Compared,
     StaticShares,
-    engine,
     first_gradient,
     fit,
     flat_gradient,
     forgetting,
     gathered,
+    gloo,
     synthetic,
 )
 from benchmarks.sharded.cases import Case, cases
 from benchmarks.torchrun import as_rank
+from lightning_hetero import HeteroPipelineStrategy, ShardedBalancedStrategy
 
 FEATURES, BLOCKS = 32, 6
 MEMORY_WIDTH, MEMORY_STEPS = 1024, 6  # 50 million parameters in float32
@@ -133,9 +134,9 @@ def train(name: str, case: Case, rank: int) -> tuple[Clock, Model, Emulated]:
 def strategy(name: str) -> Any:
     """Returns a new one."""
     if name == "ours":
-        return engine("sharded")
+        return gloo(ShardedBalancedStrategy)
     if name == "pipeline":
-        return engine("pipeline", backbone="blocks")
+        return gloo(HeteroPipelineStrategy, backbone="blocks")
     return ModelParallelStrategy(
         data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, process_group_backend="gloo"
     )
@@ -167,7 +168,7 @@ def peak(name: str) -> dict[str, Any]:
     """Returns each rank's peak of resident memory above what it had before the model [bytes]: once per process."""
     data = synthetic(64 * MEMORY_STEPS, MEMORY_WIDTH, torch.float32)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    own = engine("sharded", rebalance=False) if name == "ours" else strategy(name)
+    own = gloo(ShardedBalancedStrategy, rebalance=False) if name == "ours" else strategy(name)
     model = _Adam(width=MEMORY_WIDTH, dtype=torch.float32)
     fit(own, model, DataLoader(data, batch_size=32), steps=MEMORY_STEPS, callbacks=[])
     return {"bytes": [1024 * kb for kb in gathered(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)]}

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.emulated import Emulated
 from benchmarks.kit.figures import percentile
-from benchmarks.kit.training import Clock, engine, fit
+from benchmarks.kit.training import Clock, fit, gloo
 from benchmarks.stale.real import CLUSTERS, PER_RANK, SPELL_STEP_S, TASKS, WORLD
 from benchmarks.torchrun import quietly
+from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 from lightning_hetero.demo import CharTransformer, DigitsCNN, DigitsData, TopicsText
 
 WARM_UP = 3  # batches that are no steps yet
@@ -53,8 +55,8 @@ def task(name: str, steps: int) -> tuple[LightningModule, LightningDataModule]:
 
 def strategy(name: str) -> Any:
     if name in ("ddp", "balanced"):
-        return engine(name, **({"min_samples": 1} if name == "balanced" else {}))
-    return engine("stale", policy=name)
+        return gloo(DDPStrategy) if name == "ddp" else gloo(LoadBalancedStrategy, min_samples=1)
+    return gloo(BoundedStalenessStrategy, policy=name)
 
 
 def loss_of(model: LightningModule, data: LightningDataModule) -> float:

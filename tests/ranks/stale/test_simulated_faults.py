@@ -1,4 +1,4 @@
-"""Random faults against server, coordinator, meetings, admission, workers on a virtual clock: `tests.ranks.stale.simulated`."""
+"""Random faults against the stale engine on a virtual clock, by `tests.ranks.stale.simulated`."""
 
 from __future__ import annotations
 
