@@ -90,7 +90,8 @@ def _strategy(name: str, case: Case) -> Any:
         return gloo(DDPStrategy)
     if name == "balanced":
         return gloo(LoadBalancedStrategy, min_samples=1)
-    return gloo(HeteroPipelineStrategy,
+    return gloo(
+        HeteroPipelineStrategy,
         backbone="layers",
         cluster=case.cluster,
         profile=costs_of(case.model, case.sample_s),  # the fixed time comes with the scenario
