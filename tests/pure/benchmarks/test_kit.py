@@ -67,7 +67,14 @@ def test_an_evening_goes_on_with_what_is_missing_and_writes_in_the_end(tmp_path:
     assert evening(names, quick=False, state=state, run=again, digest=changed.__getitem__) == []
     assert again.ran[:2] == ["benchmarks.stale", "benchmarks.joint"]
     assert again.ran[2:] == ["benchmarks.report", "benchmarks.tables", "benchmarks.pictures"]
-    assert not state.exists()
+    assert json.loads(state.read_text()) == {}  # the next evening measures all of it anew
+
+
+def test_some_names_leave_what_else_is_through_alone(tmp_path: Path) -> None:
+    state = tmp_path / "evening.json"
+    state.write_text(json.dumps({"stale": "STALE"}))
+    assert evening(["joint"], quick=False, state=state, run=Evening(), digest=str.upper) == []
+    assert json.loads(state.read_text()) == {"stale": "STALE"}
 
 
 def test_a_quick_evening_keeps_nothing_and_writes_no_page(tmp_path: Path) -> None:
