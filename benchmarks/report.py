@@ -27,8 +27,9 @@ _STARTED_S = time.time()  # a benchmark imports this before it measures
 
 
 def write_results(
-    folder: Path, *, title: str, figures: list[dict[str, Any]], raw: dict[str, Any], notes: str = ""
-) -> None:
+    folder: Path, *, title: str, figures: list[dict[str, Any]], raw: dict[str, Any], notes: str = "",
+    load: dict[str, float] | None = None,
+) -> None:  # fmt: skip
     """Writes ``folder/results.json`` and ``folder/results.md`` and prints the latter.
 
     Machine, versions, command and code (see `provenance`) are collected here; host and user names are left out.
@@ -39,6 +40,7 @@ def write_results(
         figures: dicts with exactly the keys name, value, unit, goal (str or None), holds (bool or None).
         raw: all repeats, by name; plain JSON values.
         notes: what a reader must know to judge the figures, in Markdown.
+        load: tasks of others at work, ``before`` and ``after``, see `benchmarks.kit.load`.
 
     Raises:
         ValueError: a figure lacks a key or has one too many.
@@ -59,6 +61,7 @@ def write_results(
             "processor": _processor(),
             "cpu_count": os.cpu_count(),
         },
+        "load": load,
         "versions": {"python": platform.python_version(), **_versions()},
         "figures": figures,
         "notes": notes,
@@ -153,14 +156,15 @@ def _markdown(report: dict[str, Any]) -> str:
     rows = [[_cell(figure[field]) for field in FIELDS] for figure in report["figures"]]
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    code = report.get("code")
+    code, load = report.get("code"), report.get("load")
     parts = [
         f"# {report['title']}",
         f"`{report['command']}`",
         _table(rows),
         report["notes"],
         f"{machine['processor']}, {machine['cpu_count']} cores; {machine['platform']}; {versions}."
-        + (f" Code: digest {code['digest']}{_at(code)}." if code else ""),
+        + (f" Code: digest {code['digest']}{_at(code)}." if code else "")
+        + (f" Other tasks at work: {load['before']:.1f} before, {load['after']:.1f} after." if load else ""),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

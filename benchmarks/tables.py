@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparators.table import table_of as comparators
 from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
+from benchmarks.planner.published import SETUPS
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, faster, measured
 
@@ -99,13 +99,11 @@ def balanced(results: Results) -> str:
     pairs = [f"{', '.join(ratio for _, ratio in ranks)} ({n} ranks)" for n, ranks in equal.items()]
     steps_ms = ", ".join(step for step, _ in next(iter(equal.values())))
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
-    critical_us = results["exchange + decision on the critical path, 4 ranks, gloo"]
     after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
         f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices, where a"
-        f" step of DDP takes {steps_ms} ms, ours is {' and '.join(pairs)} times as fast; exchange and decision cost"
-        f" {critical_us:.0f} us.",
+        f" step of DDP takes {steps_ms} ms, ours is {' and '.join(pairs)} times as fast.",
     )
 
 
@@ -147,6 +145,27 @@ def stale(results: Results) -> str:
     )
 
 
+def policies(results: Results) -> str:
+    """Of docs/theory/stale_policies.md: a table per optimizer, time to the target and final loss over DDP's."""
+    clusters = {"equal": "calm", "1:1:1:1/8": "one straggler", "spells": "spells"}
+    rows = {(row["case"], row["policy"]): row for row in results.raw["simulated"]}
+    shown = [policy for policy in dict.fromkeys(policy for _, policy in rows) if "balanced" not in policy]
+    parts: list[str] = []
+    for model in ("MLP, momentum", "MLP, Adam", "MLP at the edge, momentum"):
+        lined: list[list[str]] = []
+        for policy in shown:
+            cells = [f"`{policy}`"]
+            for case in clusters:
+                row, target = rows[case, policy], f"{model}: time to target_s"
+                ddp_s = rows[case, "bsp (stock DDP)"][target]
+                time = DASH if row[target] is None else f"{row[target] / ddp_s:.2f}"
+                error = row[f"{model}: loss to DDP, standard error"]
+                cells.append(f"{time}, {row[f'{model}: loss to DDP']:.2f}" + (f" +- {error:.2f}" if error else ""))
+            lined.append(cells)
+        parts.append(_table([model, *(f"{word}: time, final loss" for word in clusters.values())], lined))
+    return "\n\n".join(parts)
+
+
 def pipeline(results: Results) -> str:
     """Of docs/benchmarks.md: every scenario."""
     rows = []
@@ -171,19 +190,30 @@ def pipeline_besides(results: Results) -> str:
     held = "memory-capped, mlp, Lightning: parameters, gradients, optimizer state"
     even = ": the even chain by our walker / by torch.distributed.pipelining"
     chains = [1.0 / results[f"{case}{even}"] for case in results.cases(even)]
-    overhead, walker = "4 equal stages: ours / torch.distributed.pipelining", results.other("walker")
     most, whole = results[f"{held}, most held / device's memory"], results[f"{held}, whole model / largest memory"]
-    before = [1.0 / results[f"{case}, links free: ours / torch.distributed.pipelining"]
-              for case in ("emulated, 4 equal stages", "real work only, 4 equal stages")]  # fmt: skip
+    stages = ": ours / torch.distributed.pipelining"
+    equal = [1.0 / results[case + stages] for case in results.cases(stages)]  # emulated, and real work only
     return _joined(
         "On four *equal* devices the best plan is plain data parallelism, and so is ours; there a step is"
         f" {1.0 / replicas:.2f} times as fast as the balanced engine's. Each rank of the memory-capped MLP holds at"
         f" most {most:.2f} of its device, the whole model is {whole:.1f} times as large. Compared with"
         f" `torch.distributed.pipelining` on the same even chains our walker is {_span(chains)} times as fast; on four"
-        f" synthetic equal stages {1.0 / walker[f'emulated, {overhead}']:.2f} times, and"
-        f" {1.0 / walker[f'real work only, {overhead}']:.2f} times where nothing is emulated and four processes share"
-        f" two cores ({before[0]:.2f} and {before[1]:.2f} with an older walker)."
+        f" synthetic equal stages {equal[0]:.2f} times, and {equal[1]:.2f} times where nothing is emulated and four"
+        " processes share two cores."
     )
+
+
+def published(results: Results) -> str:
+    """Of docs/benchmarks.md: set-ups of others, theirs, as planned and as measured."""
+    rows = []
+    for one in SETUPS:
+        gains = [f"{one.name}: times as fast as DDP, {how}" for how in ("planner", "measured")]
+        if gains[1] in results:
+            errors = [results.text(f"{one.name}, {e}: planned / measured", "{:.2f}") for e in ("ddp", "balanced")]
+            cells = [f"{results[gain]:.2f}" for gain in gains]
+            rows.append([one.name, one.theirs, *cells, " / ".join(errors)])
+    head = ["set-up", "theirs", "times as fast as DDP: planner says", "measured", "planned / measured step, DDP / ours"]
+    return _table(head, rows) if rows else "The published set-ups have not been measured yet."
 
 
 def predictions(results: Results) -> str:
@@ -298,12 +328,13 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
     "predictions": ("planning_real", predictions),
+    "published": ("planner", published),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
     "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
-    "comparators": ("comparators", comparators),
+    "policies": ("stale", policies),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.balanced [--quick] [--repeats N]``: the balanced engine's claims, measured.
+"""``python -m benchmarks.balanced [--quick] [--repeats N] [--only WORDS]``: the balanced engine's claims, measured.
 
 Figures, all of them ratios within one run:
 
@@ -6,64 +6,74 @@ Figures, all of them ratios within one run:
 - *step*: median of the steady ones, from the tenth on and before a swap; their mean where slow spells come and go.
 - *gross* = ideal / measured step. *net* takes off what a step of stock DDP costs beyond its own theory (framework,
   gradient exchange), because every engine pays that.
-- *ideal on the cores*: the ideal, and the processor time that all ranks need in a step for what is no emulated work
-  (Lightning, DDP, gloo, the optimizer), over the number of cores. It is needed when no rank computes, after the
-  exchange, and more ranks than cores wait for a core then, which no division of samples can change.
 - *time saved* = 1 - our step / DDP's step; *whole run*: of all steps, those included in which shares are not right yet.
 - *steps to 5 %*: steps after the start or the swap until the shares in use are within 5 % of the ideal three times
   in a row, counted from the samples each rank really got.
-- *simulated*: decisions of one rank, with the rows of 4, 64 and 1,000 ranks made up, and nothing sent.
 - *3, 10, 30 ms steps*: what a step of stock DDP takes, all in all, on these ranks; the emulated work is fitted to it.
+- *busy loops*: real work, nothing emulated, beside programs on one rank's core; see `contention`.
+- *predictors*: simulated, see `predictors`.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from benchmarks.balanced import many_ranks
-from benchmarks.balanced.cases import equal_cases, unequal_cases
-from benchmarks.balanced.figures import critical_path_figures, critical_path_table, equal_figures, summarize
-from benchmarks.report import write_results
+from benchmarks.balanced import contention, predictors
+from benchmarks.balanced.cases import contended, equal_cases, unequal_cases
+from benchmarks.balanced.figures import equal_figures, summarize
+from benchmarks.kit.figures import Figure
+from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.torchrun import launch
 
+NOTES = (
+    "Compute is emulated by sleeping, real work included, in proportion to samples, so that more devices than cores"
+    " run truthfully; everything else (Lightning, DDP, gloo, data loading) is real. The 1/8 device needs"
+    " min_samples=1: the default keeps every rank above a quarter of the equal share. Python's garbage is"
+    " collected before every run, of every engine."
+)
+QUICK = ("4 ranks 1:1:1/2:1/4", "two busy loops, all the time")
+PREDICTORS = "predictors"
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat of short runs on 4 ranks, two minutes")
-    parser.add_argument("--repeats", type=int, default=5, help="repeats per engine and case")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
-    args = parser.parse_args()
-    repeats = 1 if args.quick else args.repeats
-    figures: list[dict[str, Any]] = []
-    raw: dict[str, Any] = {}
-    for world_size in (4,) if args.quick else (2, 4, 8):
-        result = raw[f"{world_size} ranks"] = launch(
-            "benchmarks.balanced.worker", world_size, repeats, "quick" if args.quick else "full"
-        )
-        for case in unequal_cases():
-            if case.name in result["cases"]:
-                chosen = case.quick() if args.quick else case
-                figures += summarize(chosen, result["cases"][case.name], True, result["cores"])
-        for equal in equal_cases():
-            if equal.name in result["equal"]:
-                figures += equal_figures(equal, result["equal"][equal.name])
-        if "critical_path" in result:
-            figures += critical_path_figures(result["critical_path"])
-    raw["simulated"] = many_ranks.measure(30 if args.quick else 210)
-    figures += many_ranks.figures(raw["simulated"])
-    path = raw["4 ranks"]["critical_path"]
-    notes = (
-        "Compute is emulated by sleeping, real work included, in proportion to samples, so that more devices than cores"
-        " run truthfully; everything else (Lightning, DDP, gloo, data loading) is real. The 1/8 device needs"
-        " min_samples=1: the default keeps every rank above a quarter of the equal share. *Hidden*: the sums of DDP's"
-        " gradients were not over when the engine had sent and evaluated; else all of that counts. Python's garbage is"
-        " collected before every run, of every engine.\n\n"
-        + critical_path_table(path)
-    )
-    write_results(args.out, title="Balanced engine (LB-BSP)", figures=figures, raw=raw, notes=notes)
 
+def cases(quick: bool, repeats: int) -> Cases:
+    """Returns what measures each case."""
+    found: dict[str, Any] = {}
+    for case in (*unequal_cases(), *equal_cases(), *contended()):
+        if not quick or case.name in QUICK:
+            times = repeats + 2 if case in equal_cases() and not quick else repeats  # noise against noise
+            found[case.name] = partial(
+                launch, "benchmarks.balanced.worker", case.world_size, case.name, times, "quick" if quick else "full"
+            )
+    return {**found, PREDICTORS: partial(predictors.measure, quick)}
+
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    figures: list[Figure] = []
+    raw: Raw = {}
+    for case in unequal_cases():
+        if case.name in found:
+            figures += summarize(case.quick() if quick else case, found[case.name])
+            raw.setdefault(f"{case.world_size} ranks", {}).setdefault("cases", {})[case.name] = found[case.name]
+    for equal in equal_cases():
+        if equal.name in found:
+            figures += equal_figures(equal, found[equal.name])
+            ranks = raw.setdefault(f"{equal.world_size} ranks", {"cases": {}})
+            ranks.setdefault("equal", {})[equal.name] = found[equal.name]
+    notes = [NOTES]
+    if busy := {case.name: found[case.name] for case in contended() if case.name in found}:
+        raw["busy"] = busy
+        figures += contention.figures(busy)
+        notes += [contention.NOTES, contention.table(busy)]
+    if PREDICTORS in found:
+        raw[PREDICTORS] = found[PREDICTORS]
+        figures += predictors.figures(found[PREDICTORS])
+        notes += [predictors.NOTES, predictors.table(found[PREDICTORS])]
+    return figures, raw, "\n\n".join(notes)
+
+
+BENCHMARK = Benchmark(name="balanced", title="Balanced engine (LB-BSP)", repeats=3, cases=cases, report=report)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

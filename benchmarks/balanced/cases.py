@@ -12,6 +12,7 @@ from lightning_hetero.emulate.scenario import as_changes
 SPELLS = SlowSpells(probability=1 / 30, factor=6.0, steps=8)  # a quarter of the steps, as in `benchmarks.stale`
 PATTERN = (1.0, 1.0, 0.5, 0.25)
 STRONG = (1.0, 1.0, 0.5, 0.125)
+WORDS = ("no busy loop", "one busy loop", "two busy loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,40 @@ class EqualCase:
     def quick(self) -> EqualCase:
         """The same case with fewer steps."""
         return replace(self, steps=40)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """Real work of two ranks beside busy loops on the second one's core.
+
+    Attributes:
+        loops: how many.
+        phase: steps with the loops, and without, in turn; 0: they run all the time.
+        steps: optimizer steps per run.
+    """
+
+    loops: int
+    phase: int = 0
+    steps: int = 120
+    world_size: int = 2
+    per_rank: int = 32
+
+    @property
+    def name(self) -> str:
+        return f"{WORDS[self.loops]}, {'comes and goes' if self.phase else 'all the time'}"
+
+    def is_loaded(self, step: int) -> bool:
+        """Whether the loops run in a step."""
+        return not self.phase or step // self.phase % 2 == 1
+
+    def quick(self) -> Contention:
+        """The same case with fewer steps."""
+        return replace(self, steps=24)
+
+
+def contended() -> list[Contention]:
+    """None, one or two loops all the time, and two that come and go."""
+    return [*(Contention(loops=n) for n in (0, 1, 2)), Contention(loops=2, phase=40, steps=240)]
 
 
 def unequal_cases() -> list[Case]:

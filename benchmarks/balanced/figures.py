@@ -8,20 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.balanced.cases import Case, EqualCase
-from benchmarks.steps import percentile
+from benchmarks.kit.figures import SETTLED, TAKEN, Figure, named, paired, percentile
 from lightning_hetero import Scenario
 
-Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
-SETTLED = 10  # steps after the start, and after a swap, before a step is called steady
-TAKEN = 1.02  # emulated work may have taken so much of what the scenario says, or the devices are not those described
-
-
-def figure(name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> Figure:
-    """Returns one figure; with a limit at most one of ``least`` and ``most`` is given."""
-    goal = f">= {least:g}" if least is not None else f"<= {most:g}" if most is not None else None
-    holds = value >= least if least is not None else value <= most if most is not None else None
-    return {"name": name, "value": value, "unit": unit, "goal": goal, "holds": holds}
 
 
 def ideal_step_s(scenario: Scenario, world_size: int, global_batch: int, step: int = 0) -> float:
@@ -81,8 +71,8 @@ def saved(ours: Runs, ddp: Runs, of: Callable[[Sequence[float]], float]) -> floa
     return 100 * (1 - statistics.median(of(a) / of(b) for a, b in zip(ours, ddp, strict=True)))
 
 
-def summarize(case: Case, raw: Mapping[str, Any], goals: bool, cores: int) -> list[Figure]:
-    """Turns one case's raw steps into figures; ``cores``: that all ranks shared."""
+def summarize(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
+    """Turns one case's raw steps into figures."""
     plain = case.scenario.jittered(0.0)
     end = case.swap_at or case.steps
     steady = slice(min(SETTLED, end // 2), end)
@@ -92,13 +82,7 @@ def summarize(case: Case, raw: Mapping[str, Any], goals: bool, cores: int) -> li
     ddp, ours = raw["ddp"]["steps_s"], raw["ours"]["steps_s"]
     ddp_s, ours_s = over_runs(case, ddp, steady), over_runs(case, ours, steady)
     cost_s = max(0.0, ddp_s - even_s)  # what a step of stock DDP costs beyond its own theory
-    framework_s = {name: statistics.median(raw[name]["framework_s"]) for name in ("ddp", "ours")}
-    allowed_s = ideal_s + framework_s["ddp"] / cores
-    held = goals and case.calm and not case.equal
-
-    def put(name: str, value: float, unit: str, **goal: float | None) -> Figure:
-        return figure(f"{case.name}: {name}", value, unit, **goal)
-
+    held, put = case.calm and not case.equal, named(case.name)
     least = 60.0 if held and "1:1:1/2:1/4" in case.name else None
     figures = [
         put("ideal step", ideal_s * 1e3, "ms"),
@@ -112,10 +96,6 @@ def summarize(case: Case, raw: Mapping[str, Any], goals: bool, cores: int) -> li
         put("ours, whole run", statistics.median(map(sum, ours)), "s"),
         put("fraction of ideal, gross", ideal_s / ours_s, ""),
         put("fraction of ideal, net", ideal_s / max(1e-9, ours_s - cost_s), "", least=0.97 if held else None),
-        put("the framework's processor time in a step, all ranks, DDP", framework_s["ddp"] * 1e3, "ms"),
-        put("the framework's processor time in a step, all ranks, ours", framework_s["ours"] * 1e3, "ms"),
-        put(f"ideal step on {cores} cores", allowed_s * 1e3, "ms"),
-        put(f"fraction of ideal on {cores} cores, gross", allowed_s / ours_s, ""),
     ]
     for engine, runs in (("stock DDP", ddp), ("ours", ours)):
         every = [step_s for run in runs for step_s in run[steady]]
@@ -133,9 +113,7 @@ def summarize(case: Case, raw: Mapping[str, Any], goals: bool, cores: int) -> li
         figures.append(put("static uneven sampler, unweighted: step", folk_s * 1e3, "ms"))
         most = None if not held else 0.9 if case.swap_at else 1.0
         for engine, words in (("ours", "a first run"), ("ours again", "with the last run's speeds")):
-            ratio = statistics.median(
-                sum(a) / sum(b) for a, b in zip(raw[engine]["steps_s"], raw["folk"]["steps_s"], strict=True)
-            )
+            ratio = paired(*([sum(run) for run in raw[name]["steps_s"]] for name in (engine, "folk")))
             name = f"ours / static parts that are best in hindsight, whole run, {words}"
             figures.append(put(name, ratio, "x", most=most if engine != "ours" else None))
         fast_s = fast_step_s(plain, case.world_size, case.global_batch)
@@ -167,10 +145,10 @@ def _swap_figures(case: Case, swap_at: int, raw: Mapping[str, Any], put: Callabl
 
 def equal_figures(case: EqualCase, raw: Mapping[str, Any]) -> list[Figure]:
     """Overhead on equal devices: ours over the DDP run beside it, and DDP over DDP as the noise."""
-    name, medians_s = case.name, raw["median_s"]
+    put, medians_s = named(case.name), raw["median_s"]
 
     def ratio(engine: str, of: str = "median_s") -> float:
-        return statistics.median(a / b for a, b in zip(raw[of][engine], raw[of]["ddp"], strict=True))
+        return paired(raw[of][engine], raw[of]["ddp"])
 
     ddp_s = statistics.median(medians_s["ddp"])
     fits = abs(ddp_s / case.ddp_step_s - 1) <= 0.1
@@ -178,54 +156,14 @@ def equal_figures(case: EqualCase, raw: Mapping[str, Any]) -> list[Figure]:
     most = 1.05 if case.ddp_step_s < 0.005 else 1.01
     taken = max(value for each in raw["taken"].values() for value in each)
     return [
-        {**figure(f"{name}: stock DDP step", ddp_s * 1e3, "ms"), **fit},
-        figure(f"{name}: our step", statistics.median(medians_s["ours"]) * 1e3, "ms"),
-        figure(f"{name}: ours / DDP", ratio("ours"), "x", most=most),
-        figure(f"{name}: DDP / DDP (noise)", ratio("ddp again"), "x"),
-        figure(f"{name}: ours / DDP, p95 step", ratio("ours", "p95_s"), "x"),
-        figure(f"{name}: DDP / DDP (noise), p95 step", ratio("ddp again", "p95_s"), "x"),
-        figure(f"{name}: stock DDP, longest step", max(raw["longest_s"]["ddp"]) * 1e3, "ms"),
-        figure(f"{name}: ours, longest step", max(raw["longest_s"]["ours"]) * 1e3, "ms"),
-        figure(f"{name}: emulated work of a step", raw["emulated_s"] * 1e3, "ms"),
-        figure(f"{name}: emulated work, taken / asked, greatest of all engines and ranks", taken, "x"),
+        {**put("stock DDP step", ddp_s * 1e3, "ms"), **fit},
+        put("our step", statistics.median(medians_s["ours"]) * 1e3, "ms"),
+        put("ours / DDP", ratio("ours"), "x", most=most),
+        put("DDP / DDP (noise)", ratio("ddp again"), "x"),
+        put("ours / DDP, p95 step", ratio("ours", "p95_s"), "x"),
+        put("DDP / DDP (noise), p95 step", ratio("ddp again", "p95_s"), "x"),
+        put("stock DDP, longest step", max(raw["longest_s"]["ddp"]) * 1e3, "ms"),
+        put("ours, longest step", max(raw["longest_s"]["ours"]) * 1e3, "ms"),
+        put("emulated work of a step", raw["emulated_s"] * 1e3, "ms"),
+        put("emulated work, taken / asked, greatest of all engines and ranks", taken, "x"),
     ]
-
-
-KINDS = {
-    "critical_s": "exchange + decision on the critical path",
-    "fetch_s": "of it at the fetch",
-    "beside_s": "sent and evaluated beside the gradient exchange",
-}
-LIMITS_US = {"mean": 50.0, "p50": 100.0}  # of the critical path
-PUBLISHED = "exchange + decision on the critical path, 4 ranks, gloo"  # the first case's median, in README.md
-STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean,
-    "p50": lambda values: percentile(values, 50),
-    "p99": lambda values: percentile(values, 99),
-}
-
-
-def critical_path_figures(raw: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
-    """What the engine adds to a step of DDP: mean, median and p99 of the rank on which each is greatest."""
-    figures: list[Figure] = []
-    for case, found in raw.items():
-        for kind, words in KINDS.items():
-            for name, of in STATISTICS.items():
-                worst_us = max(of(rank) for rank in found[kind]) * 1e6
-                most = LIMITS_US.get(name) if kind == "critical_s" else None
-                known = PUBLISHED if name == "p50" and most and case == next(iter(raw)) else f"{case}: {words}, {name}"
-                figures.append(figure(known, worst_us, "us", most=most))
-        hidden = min(statistics.fmean(map(float, rank)) for rank in found["hidden"])
-        figures.append(figure(f"{case}: steps whose gradient exchange hid that, least of all ranks", 100 * hidden, "%"))
-    return figures
-
-
-def critical_path_table(raw: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the same rank by rank, as a Markdown table."""
-    head = ["critical path [us]: mean / p50 / p99", "rank", *KINDS.values(), "hidden [% of steps]"]
-    lines = [head, ["---"] * len(head)]
-    for case, found in raw.items():
-        for rank, hidden in enumerate(found["hidden"]):
-            cells = [" / ".join(f"{of(found[kind][rank]) * 1e6:.0f}" for of in STATISTICS.values()) for kind in KINDS]
-            lines.append([case, str(rank), *cells, f"{100 * statistics.fmean(map(float, hidden)):.0f}"])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,27 +1,28 @@
-"""``python -m benchmarks.faults [--schedules N] [--seed S] [--minutes M] [--replay SEED]``: random faults, simulated.
+"""``python -m benchmarks.faults [--quick] [--repeats THOUSANDS] [--replay SEED]``: random faults, simulated.
 
 Each schedule is one training of one to five ranks under the stale engine: the real server, coordinator, meetings,
-admission and workers on a virtual clock, see ``benchmarks/faults/__init__.py``. Schedule number i has the seed S + i,
-and a seed is all there is to a schedule: ``--replay`` shows what happened in one, message by message.
+admission and workers on a virtual clock, see ``tests/ranks/stale/simulated``. A seed is all there is to a schedule:
+``--replay`` shows what happened in one, message by message.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.faults.cases import case_of
-from benchmarks.faults.simulation import Outcome, simulate
-from benchmarks.report import write_results
+from benchmarks.kit.figures import Figure, figure
+from benchmarks.kit.runner import Benchmark, Cases, Raw
+from tests.ranks.stale.simulated.cases import case_of
+from tests.ranks.stale.simulated.simulation import simulate
 
-_SHOWN = 20  # failures that are worth reading
-_NOTES = """Failures: schedules in which a sample was applied twice, or never though training ended well; a contribution
+PART, QUICK = 1000, 10  # schedules of a case
+NOTES = """Failures: schedules in which a sample was applied twice, or never though training ended well; a contribution
 was older than the policy's bound; a rank, or the server, had no answer within the schedule's time; a rank ended though
 nothing had happened that ends a run, or ended with a cause while another trained to the end. What ends a run: an error
 in the user's code, the server's death, or a death before there is a server. Virtual time: what the schedules would have
@@ -38,69 +39,61 @@ def replay(seed: int) -> None:
     print(f"digest {outcome.digest}")
 
 
-def figures(totals: Counter[str], seconds: float, faults: Counter[str], failed: int) -> list[dict[str, Any]]:
-    """Returns the figures of a run."""
-    rows = [
-        ("schedules", totals["schedules"], "1", None),
-        ("schedules that failed", failed, "1", "0"),
-        ("schedules in which something may end the run", totals["excused"], "1", None),
-        ("processor time", seconds, "s", None),
-        ("schedules per second of it", totals["schedules"] / seconds, "1/s", None),
-        ("events", totals["events"], "1", None),
-        ("virtual time", totals["virtual_s"] / 3600, "h", None),
-        ("samples applied", totals["applied"], "1", None),
-        ("of these on older parameters", totals["stale"], "1", None),
-        *((f"faults: {kind}", count, "1", None) for kind, count in sorted(faults.items())),
-    ]
-    return [
-        {"name": name, "value": value, "unit": unit, "goal": goal, "holds": None if goal is None else value == 0}
-        for name, value, unit, goal in rows
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, whatever is left")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="show one schedule, and measure nothing")
-    said = parser.parse_args()
+def measure(seeds: Sequence[int]) -> dict[str, Any]:
+    """Plays these schedules; returns sums, and what was violated by seed."""
     torch.set_num_threads(1)
-    if said.replay is not None:
-        replay(said.replay)
-        return
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    totals, faults, ended = Counter[str](), Counter[str](), Counter[str]()
-    failed: list[Outcome] = []
-    for seed in range(said.seed, said.seed + said.schedules):
-        if time.perf_counter() - began_s > 60.0 * said.minutes:
-            break
+    began_s, totals, faults, ended = time.process_time(), Counter[str](), Counter[str](), Counter[str]()
+    failed: dict[str, list[str]] = {}
+    virtual_s = 0.0
+    for seed in seeds:
         outcome = simulate(case_of(seed))
         totals.update(schedules=1, excused=outcome.excused, events=outcome.events)
         totals.update(applied=outcome.applied, stale=outcome.stale)
-        totals["virtual_s"] += outcome.virtual_s  # type: ignore[assignment]
+        virtual_s += outcome.virtual_s
         faults += outcome.faults
         ended += outcome.ended
         if outcome.violations:
-            failed.append(outcome)
-            if len(failed) <= _SHOWN:
-                print(f"seed {seed}:", *outcome.violations, sep="\n    ", flush=True)
-    seconds = time.process_time() - began_cpu_s
-    write_results(
-        Path(__file__).parent,
-        title="Faults under the stale engine, simulated",
-        figures=figures(totals, seconds, faults, len(failed)),
-        raw={
-            "first seed": said.seed,
-            "ranks by how they ended": dict(sorted(ended.items())),
-            "failed": {str(outcome.seed): list(outcome.violations) for outcome in failed[:_SHOWN]},
-        },
-        notes=_NOTES,
-    )
-    if failed:
-        again = f"python -m benchmarks.faults --replay {failed[0].seed}"
-        sys.exit(f"{len(failed)} schedules failed; {again} shows the first")
+            failed[str(seed)] = list(outcome.violations)
+            print(f"seed {seed}:", *outcome.violations, sep="\n    ", flush=True)
+    counts = {"totals": totals, "faults": faults, "ended": ended}
+    return {**counts, "failed": failed, "virtual_s": virtual_s, "seconds": time.process_time() - began_s}
 
+
+def cases(quick: bool, repeats: int) -> Cases:
+    """Returns what plays each thousand of schedules."""
+    parts = [range(QUICK)] if quick else [range(i * PART, (i + 1) * PART) for i in range(repeats)]
+    return {f"seeds {part.start} to {part.stop - 1}": partial(measure, part) for part in parts}
+
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    sums = {name: sum((Counter(one[name]) for one in found.values()), Counter[str]()) for name in ("totals", "faults")}
+    totals, seconds = sums["totals"], sum(one["seconds"] for one in found.values())
+    failed = {seed: words for one in found.values() for seed, words in one["failed"].items()}
+    figures = [
+        figure("schedules", totals["schedules"], "1"),
+        figure("schedules that failed", len(failed), "1", most=0),
+        figure("schedules in which something may end the run", totals["excused"], "1"),
+        figure("processor time", seconds, "s"),
+        figure("schedules per second of it", totals["schedules"] / seconds, "1/s"),
+        figure("events", totals["events"], "1"),
+        figure("virtual time", sum(one["virtual_s"] for one in found.values()) / 3600, "h"),
+        figure("samples applied", totals["applied"], "1"),
+        figure("of these on older parameters", totals["stale"], "1"),
+        *(figure(f"faults: {kind}", count, "1") for kind, count in sorted(sums["faults"].items())),
+    ]
+    if failed:
+        print(f"python -m benchmarks.faults --replay {next(iter(failed))} shows the first that failed", flush=True)
+    ended = sum((Counter(one["ended"]) for one in found.values()), Counter[str]())
+    return figures, {"ranks by how they ended": dict(sorted(ended.items())), "failed": failed}, NOTES
+
+
+BENCHMARK = Benchmark(
+    name="faults", title="Faults under the stale engine, simulated", repeats=12, cases=cases, report=report
+)
 
 if __name__ == "__main__":
-    main()
+    if "--replay" in sys.argv:
+        replay(int(sys.argv[sys.argv.index("--replay") + 1]))
+    else:
+        BENCHMARK.main()

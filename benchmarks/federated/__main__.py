@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from benchmarks.federated.training import POLICIES, Course, runs_of
-from benchmarks.report import write_results
+from benchmarks.kit.figures import Figure
+from benchmarks.kit.runner import Benchmark, Cases, Raw
 
 DEVICES = ("steady", "drifting")
 TARGET, MOST_TIME, MOST_LOSS = 0.90, 0.7, 0.005
-SEEDS, ROUNDS, MOST_ROUNDS = 5, 36, 90
+ROUNDS, MOST_ROUNDS = 36, 90
 NOTES = (
     "Digits (1440 images, 357 held out) among 8 clients, each label by a Dirichlet distribution of 0.3; a CNN of 8 and"
     " 16 channels, plain SGD at 0.1, batches of 16 to begin with, 10 local steps (adaptive_steps: on average). Speeds"
@@ -31,17 +30,12 @@ NOTES = (
 )
 
 
-def measure(seeds: int, rounds: int, most_rounds: int) -> dict[str, dict[str, list[Course]]]:
-    """Returns the courses by devices and policy, one per seed; two runs at a time."""
-    every = list(product(DEVICES, range(seeds)))
+def measure(devices: str, seeds: int, rounds: int, most_rounds: int) -> dict[str, list[dict[str, list[float]]]]:
+    """Returns the courses by policy, one per seed; two runs at a time."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(runs_of, devices, seed, rounds, most_rounds) for devices, seed in every]
+        jobs = [pool.submit(runs_of, devices, seed, rounds, most_rounds) for seed in range(seeds)]
         done = [job.result() for job in jobs]
-    found: dict[str, dict[str, list[Course]]] = {d: {name: [] for name in POLICIES} for d in DEVICES}
-    for (devices, _), courses in zip(every, done, strict=True):
-        for name, course in courses.items():
-            found[devices][name].append(course)
-    return found
+    return {name: [courses[name].plain() for courses in done] for name in POLICIES}
 
 
 def figures_of(courses: Mapping[str, Mapping[str, list[Course]]], target: float) -> list[dict[str, Any]]:
@@ -81,20 +75,22 @@ def figures_of(courses: Mapping[str, Mapping[str, list[Course]]], target: float)
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, few rounds")
-    quick = parser.parse_args().quick
-    courses = measure(1, 4, 8) if quick else measure(SEEDS, ROUNDS, MOST_ROUNDS)
-    raw = {d: {n: [c.plain() for c in runs] for n, runs in by.items()} for d, by in courses.items()}
-    write_results(
-        Path(__file__).parent,
-        title="Federated clients on unequal devices: time to a target accuracy",
-        figures=figures_of(courses, 0.1 if quick else TARGET),
-        raw=raw,
-        notes=NOTES,
-    )
+def cases(quick: bool, repeats: int) -> Cases:
+    """Returns what measures each kind of devices."""
+    rounds = (4, 8) if quick else (ROUNDS, MOST_ROUNDS)
+    return {devices: partial(measure, devices, repeats, *rounds) for devices in DEVICES[: 1 if quick else None]}
 
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    courses = {d: {n: [Course(**run) for run in runs] for n, runs in by.items()} for d, by in found.items()}
+    return figures_of(courses, 0.1 if quick else TARGET), found, NOTES
+
+
+BENCHMARK = Benchmark(
+    name="federated", title="Federated clients on unequal devices: time to a target accuracy", repeats=5, cases=cases,
+    report=report,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

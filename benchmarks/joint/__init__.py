@@ -1,1 +1,1 @@
-"""The online controller against plans that stay, in simulation."""
+"""The online controller against plans that stay, at work."""

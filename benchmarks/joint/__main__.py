@@ -1,79 +1,80 @@
-"""``python -m benchmarks.joint [--quick] [--part NAME]``: the online controller, in simulation and at work.
+"""``python -m benchmarks.joint [--quick] [--only WORDS]``: the online controller at work.
 
-Four parts, one report; the first three without a process, a network or torch:
-
-- *compared*: scenarios, each with plans that stay, shares alone, the controller and an oracle;
-- *budget*: V over four decades, with and without a bank, and what theory allows; pictures in ``docs/pictures``;
-- *speed*: how long decisions take, 4 to 256 devices;
-- *real*: four processes under Lightning on emulated devices that change, at batches and at times; a good quarter of an
-  hour.
+Four processes under Lightning on emulated devices that change, at batches and at times; see `courses` for who runs.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
+import json
+import math
+from functools import partial
 from typing import Any
 
-from benchmarks.joint import budget, compared, speed
-from benchmarks.joint.drawn import budget_pictures
-from benchmarks.joint.real import part as real
-from benchmarks.report import write_results
+from benchmarks.joint.courses import Course, courses
+from benchmarks.joint.figures import course_figures, table
+from benchmarks.joint.plans import prepared
+from benchmarks.kit.figures import Figure
+from benchmarks.kit.runner import Benchmark, Cases, Raw
+from benchmarks.torchrun import launch
 
-HERE = Path(__file__).parent
-PICTURES = HERE.parents[1] / "docs" / "pictures"
-PARTS: Mapping[str, ModuleType] = {"compared": compared, "budget": budget, "speed": speed, "real": real}
-
-
-def report(raw: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """Returns all parts' figures, their rounded raw values, and the notes."""
-    figures = [
-        {**figure, "name": f"{part}: {figure['name']}"}
-        for part, found in raw.items()
-        for figure in PARTS[part].figures(found)
-    ]
-    rounded = {
-        f"{part}: {case}": {name: _rounded(values) for name, values in columns.items()}
-        for part, cases in raw.items()
-        if part != "speed"
-        for case, columns in cases.items()
-    }
-    notes = [f"**{part}.** {PARTS[part].NOTES}" for part in raw]
-    notes += [tabled.table(raw[part]) for part, tabled in (("compared", compared), ("real", real)) if part in raw]
-    return figures, rounded, "\n\n".join(notes)
+NOTES = (
+    "Four processes under Lightning train by each contender in turn; emulated devices sleep for the time of their"
+    " layers, real work included, and messages, sums of gradients and layers that move take their time on "
+    "emulated links (for stock DDP and the balanced engine, which know of no such links, what they do not hide of"
+    " their gradients' exchange: `benchmarks/pipeline/exchange.py`). A step lasts from one batch's end on the "
+    "slowest rank to the next one's, a migration before it included; the first ones count. The balanced engine, "
+    "the shares alone and the controller train every batch of a scenario, with what they have to find out. All "
+    "others are the same whenever a state of the devices holds: they are measured for twelve batches of each "
+    "state, half of them before and half after those runs, and their time for the whole is made up of these; "
+    "their starts, and the oracle's moves, cost nothing. *Even*: equal parts of the batch, layers by number or "
+    "parameters, the best over the whole scenario by the model. *Best static plan*: of these, and of the "
+    "planner's plans for each state, the best over the whole scenario by the model; *oracle*: the best of them "
+    "all in each state. In *fast changes* and *heavy migration* what comes is reported as it is."
+)
 
 
-def _rounded(value: Any) -> Any:
-    """Returns JSON values whose numbers have five digits."""
+def measure(stem: str, course: Course, quick: bool) -> dict[str, Any]:
+    """Returns what was measured of a scenario."""
+    plans = prepared(course)
+    extent = "quick" if quick else "full"
+    found = launch("benchmarks.joint.training", course.case.world_size, stem, extent, json.dumps(plans))
+    return _plain({
+        "batches": course.batches,
+        "unit": course.unit,
+        "states": course.states,
+        "phases": course.numbered,
+        "modelled_s": plans["modelled_s"],
+        "made_up_of": plans["made_up_of"],
+        "measured": found,
+    })  # fmt: skip
+
+
+def cases(quick: bool, repeats: int) -> Cases:
+    """Returns what measures each scenario."""
+    return {stem: partial(measure, stem, course, quick) for stem, course in courses(quick).items()}
+
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    every = courses()
+    figures = [figure for stem, one in found.items() for figure in course_figures(every[stem], one)]
+    titles = {stem: course.case.name for stem, course in every.items()}
+    return figures, found, f"{NOTES}\n\n{table(titles, found)}"
+
+
+def _plain(value: Any) -> Any:
+    """Returns JSON values without numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(entry) for entry in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.joint", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases; see --out")
-    parser.add_argument("--part", choices=tuple(PARTS), action="append", help="only this one; may be repeated")
-    parser.add_argument(
-        "--out", type=Path, help="folder for results.json, results.md; else this one, .cache if quick"
-    )
-    args = parser.parse_args()
-    raw = {name: part.measure(args.quick) for name, part in PARTS.items() if name in (args.part or PARTS)}
-    figures, rounded, notes = report(raw)
-    whole = not args.quick and args.part is None  # nothing less replaces the results that are kept
-    out = args.out or (HERE if whole else HERE / ".cache" / HERE.name)
-    if "budget" in raw:
-        folder = PICTURES if whole else out
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in budget_pictures(raw["budget"]).items():
-            (folder / name).write_text(text, encoding="utf-8")
-    write_results(out, title="The online controller, simulated and at work", figures=figures, raw=rounded, notes=notes)
-
+BENCHMARK = Benchmark(
+    name="joint", title="The online controller: devices that change under a pipeline", repeats=1, cases=cases,
+    report=report,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

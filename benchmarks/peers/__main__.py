@@ -1,4 +1,4 @@
-"""``python -m benchmarks.peers [--quick] [--seeds N]``: what a user would pick instead, on the same emulated devices.
+"""``python -m benchmarks.peers [--quick] [--repeats SEEDS]``: what a user would pick instead, on the same devices.
 
 Four processes train the same small CNN on the same digits, in the same order where the peer lets one choose it. Every
 training has four fresh processes; peers are interleaved seed by seed. Peers that are optional packages are left out,
@@ -10,10 +10,14 @@ with the reason, where they are not installed::
 
 from __future__ import annotations
 
-import argparse
+import json
+from dataclasses import asdict
+from functools import partial
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
+from benchmarks.kit.figures import Figure
+from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.peers.cases import (
     BATCHES,
     CLUSTERS,
@@ -25,14 +29,16 @@ from benchmarks.peers.cases import (
     SAMPLES,
     SYNC_EVERY,
     TARGET_LOSS,
+    Run,
     effective_samples,
+    key,
     runs_of,
 )
 from benchmarks.peers.figures import failures, figures_of, rows_of, table
-from benchmarks.peers.launch import run_all
-from benchmarks.provenance import provenance
-from benchmarks.report import write_results
+from benchmarks.torchrun import apart
 from lightning_hetero.solvers import apportion
+
+START_S = 120.0  # imports, set-up and the judgement at the end, at most
 
 
 def notes(versions: str) -> str:
@@ -75,23 +81,41 @@ def notes(versions: str) -> str:
     return "\n".join([first, "", *(f"- {item}" for item in items), "", f"Optional packages: {versions}."])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one cluster, one seed, too short for the target; minutes")
-    parser.add_argument("--seeds", type=int, default=3, help="repeats")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
-    args = parser.parse_args()
-    cache = Path(__file__).parent / ".cache" / f"runs-{provenance('peers')['digest']}.jsonl"  # of this code only
-    runs = list(runs_of(quick=args.quick, seeds=range(args.seeds)))
-    results = run_all(runs, cache, lambda line: print(line, flush=True))
+def measure(run: Run) -> dict[str, Any]:
+    """Trains in four fresh processes; returns ``ranks`` (what each rank saw), or ``failed``: why there is nothing."""
+    peer = next(peer for peer in PEERS if peer.name == run.peer)
+    if (missing := peer.missing()) is not None:
+        return {"failed": missing}
+    try:
+        setting = json.dumps(asdict(run))
+        return {"ranks": apart("benchmarks.peers.worker", peer.ranks, setting, limit_s=START_S + LIMIT_S)}
+    except RuntimeError as error:
+        return {"failed": str(error)}
+
+
+def cases(quick: bool, repeats: int) -> Cases:
+    """Returns what measures each training, peers interleaved seed by seed."""
+    return {_name(run): partial(measure, run) for run in runs_of(quick=quick, seeds=range(repeats))}
+
+
+def _name(run: Run) -> str:
+    return f"{run.cluster}, seed {run.seed}: {run.peer}"
+
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    seeds = range(len(found))
+    runs = [run for run in runs_of(quick=quick, seeds=seeds) if _name(run) in found]
+    results = {key(run): found[_name(run)] for run in runs}
     rows, why = rows_of(results, runs), failures(results, runs)
     installed = [peer.needs for peer in PEERS if peer.needs and peer.missing() is None]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(installed)) or "none besides ours"
     left_out = "".join(f"\n- **{peer}** has no result: {reason}." for peer, reason in why.items())
     text = f"{table(rows)}\n\n{notes(versions)}" + (f"\n{left_out}" if left_out else "")
-    raw = {"rows": rows, "runs": results, "failed": why}
-    write_results(args.out, title="What one would pick instead", figures=figures_of(rows), raw=raw, notes=text)
+    return figures_of(rows), {"rows": rows, "runs": results, "failed": why}, text
 
+
+BENCHMARK = Benchmark(name="peers", title="What one would pick instead", repeats=3, cases=cases, report=report)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -61,6 +61,7 @@ class Peer:
         changes: what it changes in DDP's recipe of 64 samples per update.
         needs: package that must be installed besides ours.
         lightning: trains under Lightning's Trainer; else in a loop by hand.
+        ranks: processes; fewer than all where slow devices are left out.
         told_speeds: its division is made beforehand of the devices' speeds; left out where these are equal but for
             chance, since it would be stock DDP.
     """
@@ -70,6 +71,7 @@ class Peer:
     needs: str | None = None
     lightning: bool = False
     told_speeds: bool = False
+    ranks: int = WORLD
 
     def missing(self) -> str | None:
         """Returns why it cannot be run here, or None."""
@@ -90,6 +92,13 @@ PEERS = (
         lightning=True,
         told_speeds=True,
     ),
+    Peer(
+        name="fast devices only",
+        changes="nothing; stock DDP on the two fast devices, half of a global batch each",
+        lightning=True,
+        told_speeds=True,
+        ranks=2,
+    ),
     Peer(name="post-localSGD", changes=LOCAL, lightning=True),
     Peer(name="DDP, plain loop", changes="nothing; without Lightning, what the next ones are to be compared with"),
     Peer(name="Accelerate, uneven batches", changes=UNWEIGHTED, needs="accelerate", told_speeds=True),
@@ -104,6 +113,9 @@ PEERS = (
     Peer(name="ours: stale", changes="gradients may be up to two versions old", lightning=True),
     Peer(name="ours: pipeline", changes="nothing", lightning=True),
 )
+
+
+QUICK = ("stock DDP", "fast devices only", "ours: balanced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +137,8 @@ def runs_of(*, quick: bool, seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds[:1] if quick else seeds:
         for cluster in CLUSTERS[:1] if quick else CLUSTERS:
             for peer in PEERS:
+                if quick and peer.name not in QUICK:
+                    continue
                 if not (peer.told_speeds and len(set(cluster.speeds)) == 1):
                     updates = QUICK_UPDATES if quick else UPDATES
                     yield Run(peer=peer.name, cluster=cluster.name, seed=seed, updates=updates)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.kit.figures import DASH, figure, markdown
 from benchmarks.peers.cases import CLUSTERS, GLOBAL_BATCH, PEERS, TARGET_LOSS, Run, key
 
 STOCK, PLAIN = "stock DDP", "DDP, plain loop"
@@ -102,13 +103,7 @@ def figures_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
         "samples": ("samples computed", "samples"),
     }
     return [
-        {
-            "name": f"{row['cluster']}, {row['peer']}: {name}",
-            "value": row[field],
-            "unit": unit,
-            "goal": None,
-            "holds": None,
-        }
+        figure(f"{row['cluster']}, {row['peer']}: {name}", row[field], unit)
         for row in rows
         for field, (name, unit) in units.items()
         if row[field] is not None
@@ -119,7 +114,7 @@ def table(rows: Sequence[Row]) -> str:
     """Returns all of it as a Markdown table."""
 
     def number(form: str) -> Callable[[Any], str]:
-        return lambda value: "–" if value is None else format(value, form)
+        return lambda value: DASH if value is None else format(value, form)
 
     changes = {peer.name: peer.changes for peer in PEERS}
     columns: list[tuple[str, Callable[[Row], str]]] = [
@@ -141,6 +136,4 @@ def table(rows: Sequence[Row]) -> str:
         ("taken / asked", lambda row: number(".3f")(row["taken"])),
         ("changes in the recipe", lambda row: changes[row["peer"]]),
     ]
-    lines = [[head for head, _ in columns], ["---"] * len(columns)]
-    lines += [[cell(row) for _, cell in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows])

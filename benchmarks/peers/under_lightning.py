@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd
@@ -13,11 +13,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler
 
 from benchmarks.emulated import Emulated
+from benchmarks.kit.training import Clock, fit, gloo
 from benchmarks.peers.cases import (
     BATCHES,
     CLUSTERS,
     GLOBAL_BATCH,
-    PER_RANK,
+    PEERS,
     SPELL_STEP_S,
     SYNC_EVERY,
     WORLD,
@@ -81,24 +82,21 @@ def shares_of(run: Run) -> tuple[int, ...]:
     return apportion(cluster.speeds, GLOBAL_BATCH, lower=1)
 
 
-class Watch(Callback):
-    """Follows a training; a look comes when a batch begins, after the update before it.
-
-    Attributes:
-        samples: of each batch that this rank computed.
-    """
+class Watch(Clock):
+    """Follows a training; a look comes when a batch begins, after the update before it."""
 
     def __init__(self, curve: Curve) -> None:
+        super().__init__()
         self.curve = curve
-        self.samples: list[int] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
         if trainer.current_epoch == 0:
             trainer.strategy.barrier()
             self.curve.begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.samples.append(len(batch[1]))
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.curve.look(trainer.current_epoch * BATCHES + batch_idx, pl_module.parameters())
 
     def on_extra_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -106,6 +104,7 @@ class Watch(Callback):
         self.samples.append(len(batch[1]))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         self.curve.end()
 
 
@@ -137,10 +136,10 @@ def _local_sgd() -> tuple[DDPStrategy, list[Callback]]:
     return strategy, [LocalHook(state)]
 
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ours: balanced": lambda: LoadBalancedStrategy(process_group_backend="gloo", monitor=False),
-    "ours: stale": lambda: BoundedStalenessStrategy(process_group_backend="gloo", monitor=False),
-    "ours: pipeline": lambda: HeteroPipelineStrategy(process_group_backend="gloo", monitor=False),
+OURS: dict[str, Any] = {
+    "ours: balanced": LoadBalancedStrategy,
+    "ours: stale": BoundedStalenessStrategy,
+    "ours: pipeline": HeteroPipelineStrategy,
 }
 
 
@@ -150,31 +149,20 @@ def train(run: Run, rank: int, curve: Curve) -> dict[str, Any]:
     cluster = next(c for c in CLUSTERS if c.name == run.cluster)
     emulated = Emulated(cluster.scenario(run.seed), step_every_s=SPELL_STEP_S if cluster.spells else None)
     watch, static = Watch(curve), run.peer.startswith("static split")
+    ranks = next(peer.ranks for peer in PEERS if peer.name == run.peer)
     callbacks: list[Callback] = [watch, emulated]
     data = datasets()[0]
-    loader = DataLoader(data, batch_size=PER_RANK, shuffle=True)
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // ranks, shuffle=True)
     if static:
         loader = DataLoader(data, batch_sampler=Dealt(run.seed, shares_of(run), rank))
     if run.peer == "post-localSGD":
         strategy, more = _local_sgd()
         callbacks += more
     else:
-        strategy = STRATEGIES.get(run.peer, lambda: DDPStrategy(process_group_backend="gloo"))()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=strategy,
-        use_distributed_sampler=not static,
-        max_steps=run.updates,
-        max_epochs=-1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-    )
+        strategy = gloo(OURS.get(run.peer, DDPStrategy))
     model = Digits(run.seed, run.updates, weighted=run.peer.endswith(", weighted"))
-    trainer.fit(model, loader)
+    trainer = fit(
+        strategy, model, loader, steps=run.updates, ranks=ranks, callbacks=callbacks, use_distributed_sampler=not static
+    )
     curve.close(trainer.global_step, model.parameters())
     return {"updates": trainer.global_step, "samples": watch.samples, "taken": emulated.taken()}

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.peers.cases import PEERS, Run
 from benchmarks.peers.task import Curve, distance, judged
+from benchmarks.torchrun import quietly
 
 
 def main() -> None:
     run, path, rank = Run(**json.loads(sys.argv[1])), Path(sys.argv[2]), int(os.environ["RANK"])
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    quietly()
     peer, curve = next(p for p in PEERS if p.name == run.peer), Curve()
     if peer.lightning:
         from benchmarks.peers.under_lightning import train
@@ -30,7 +24,7 @@ def main() -> None:
     seen: dict[str, Any] = {**train(run, rank, curve), "fit_s": curve.fit_s}
     if rank == 0:
         seen |= {"curve": judged(curve), "distance": distance(curve, run.seed, run.updates)}
-    path.with_suffix(f".rank{rank}").write_text(json.dumps(seen))
+    path.write_text(json.dumps(seen))
     os._exit(0)  # some libraries' threads and servers do not end by themselves, or with an error
 
 

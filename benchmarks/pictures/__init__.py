@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.ablation.picture import PICTURE as ABLATION
-from benchmarks.ablation.picture import drawn
-from benchmarks.joint.drawn import budget_pictures
 from benchmarks.pictures import engines, others, steps
 from benchmarks.pictures.sheet import BOTH, Paper, Picture, svg
 from benchmarks.provenance import ROOT
@@ -36,15 +33,8 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Picture], Paper]] = {
 def files(root: Path = ROOT) -> dict[str, str]:
     """Returns the pictures of all results that there are: name of the file -> SVG."""
     known = measured(root)
-    found = {
+    return {
         f"{name}.svg": svg(draw(Results(benchmark, root)), paper)
         for name, (benchmark, draw, paper) in PICTURES.items()
         if benchmark in known
     }
-    if "ablation" in known:  # which draws its own while it is measured
-        found[ABLATION.name] = drawn(Results("ablation", root).raw["simulated"])
-    if "joint" in known:  # likewise
-        raw = Results("joint", root).raw
-        parts = {name.removeprefix("budget: "): raw[name] for name in raw if name.startswith("budget: ")}
-        found |= budget_pictures(parts)
-    return found

@@ -6,16 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.kit.figures import TAKEN, Figure, figure, markdown, paired, percentile
 from benchmarks.pipeline.plans import CHAIN, STOCK
 from benchmarks.pipeline.scenarios import Case
-from benchmarks.pipeline.stalls import stalls
-from benchmarks.steps import percentile
 
-Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
-MODELLED, AGREEMENT, PLANNED = 0.95, 0.10, 1.02
+MODELLED, AGREEMENT = 0.95, 0.10
 REPLICAS, OVERHEAD, OVERHEAD_EMULATED = 1.03, 1.05, 1.0
-TAKEN = 1.02  # emulated work may have taken so much of what the scenario says, or the devices are not those described
 WORDS = {"ddp": "stock DDP", "balanced": "balanced", "replicas": "ours, plain DP", "ours": "ours"}
 
 
@@ -32,17 +29,7 @@ def tail_s(runs: Runs) -> tuple[float, float]:
 
 def ratio(above: Runs, below: Runs) -> float:
     """Returns the median over pairs of runs, done one after the other, of the ratio of their medians."""
-    pairs = zip(above, below, strict=True)
-    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
-
-
-def figure(
-    name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None
-) -> Figure:
-    """Returns one figure; with a limit at most one of ``least`` and ``most`` is given."""
-    goal = f">= {least:g}" if least is not None else f"<= {most:g}" if most is not None else None
-    holds = value >= least if least is not None else value <= most if most is not None else None
-    return {"name": name, "value": value, "unit": unit, "goal": goal, "holds": holds}
+    return paired([statistics.median(run) for run in above], [statistics.median(run) for run in below])
 
 
 def case_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
@@ -62,17 +49,10 @@ def case_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
         ),
         figure(f"{case.title}: bound / measured", raw["bound_s"] / ours_s, ""),
     ]
-    exhaustive: Mapping[str, float] = raw.get("exhaustive", {})
-    short = exhaustive["ours_s"] / exhaustive["best_s"] if exhaustive else 1.0  # of the best of all plans
-    if exhaustive:
-        figures.append(figure(f"{case.title}: modelled, our plan / best of all plans", short, "", most=PLANNED))
 
     def compare(name: str, words: str, least: float | None) -> None:
         saved = 100 * (1.0 - ratio(runs["ours"], even[name]))
         figures.append(figure(f"{case.title}: less time than {words}", saved, "%", least=least))
-        if exhaustive:
-            most = 100 * (1.0 - modelled_s["ours"] / short / modelled_s[name])
-            figures.append(figure(f"{case.title}: modelled, best of all plans, less time than {words}", most, "%"))
 
     if even:
         best = min(even, key=lambda name: median_s(even[name]))
@@ -141,19 +121,7 @@ def overhead_table(raw: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     head = ["our walker [ms]", "torch.distributed.pipelining [ms]", "modelled [ms]"]
     spent = ["our walker, processor of all ranks [ms]", "torch's [ms]"]
-    return table(["overhead", *head, *spent], rows)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a Markdown table; numbers with three digits, None as a dash."""
-
-    def cell(value: Any) -> str:
-        if value is None:
-            return "–"
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    lines = [list(head), ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(["overhead", *head, *spent], rows)
 
 
 def tables(raw: Mapping[str, Any]) -> str:
@@ -184,36 +152,24 @@ def tables(raw: Mapping[str, Any]) -> str:
         for engine, words in WORDS.items()
         if (runs := one["steps_s"].get(engine)) is not None
     ]
-    stalled = [
-        [title, words, *map(_ms, row)]
-        for title, one in raw["trained"].items()
-        for engine, words in WORDS.items()
-        if engine in one["steps_s"]
-        for row in stalls(*(one[name][engine] for name in ("steps_s", "gc_s", "late_s")))
-    ]
     return "\n\n".join(
         [
-            table(
+            markdown(
                 ["scenario", "plan", "measured [ms]", "p95 [ms]", "longest [ms]", "modelled [ms]",
                  "modelled / measured", "made up of"],
                 walked,
             ),
-            table(
+            markdown(
                 ["Lightning", "stock DDP [ms]", "balanced [ms]", "ours, plain DP [ms]", "ours [ms]", "modelled [ms]",
                  "held by rank [MB]", "whole [MB]"],
                 trained,
             ),
-            table(
+            markdown(
                 ["Lightning", "engine", "median step [ms]", "p95 [ms]", "longest [ms]", "exchange not hidden [ms]",
                  "emulated work, taken / asked"],
                 engines,
             ),
-            table(
-                ["steps of more than 1.3 medians", "engine", "step [ms]", "garbage collection in it [ms]",
-                 "a process that only sleeps, woken late by [ms]"],
-                stalled,
-            ),
-            overhead_table(raw["overhead"]),
+            *([overhead_table(raw["overhead"])] if raw["overhead"] else []),
         ]
     )  # fmt: skip
 

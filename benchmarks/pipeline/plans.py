@@ -17,7 +17,6 @@ import numpy as np
 
 from benchmarks.pipeline.scenarios import Case
 from benchmarks.pipeline.schedules import one_f_one_b
-from benchmarks.planning.brute_force import BruteForce
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.solvers.chain.chain import chain_of
@@ -72,14 +71,6 @@ def our_entry(case: Case, model: ModelCost) -> Entry:
         raise ValueError(f"{case.title}: {plan.reason}")
     entry = _entry(case, model, plan.groups, OURS, name="ours")
     return replace(entry, bound_s=plan.lower_bound_s)
-
-
-def exhaustive(case: Case, model: ModelCost) -> dict[str, float]:
-    """Returns the planner's time and the best of all plans' (`BruteForce`), in one and the same model [s]."""
-    samples = case.global_batch
-    sizes = range(1, samples + 1)
-    best_s, _ = BruteForce(model, case.cluster, samples, sizes, depth=case.depth).best()
-    return {"ours_s": place(model, case.cluster, samples, depth=case.depth).total_s, "best_s": best_s}
 
 
 def even_entries(case: Case, model: ModelCost) -> dict[int, Entry | None]:

@@ -1,25 +1,28 @@
-"""``python -m benchmarks.planner [--quick] [--repeats N] [--planning]``: steps as planned, against those of real ranks.
+"""``python -m benchmarks.planner [--quick] [--repeats N] [--only WORDS]``: steps as planned, and those of real ranks.
 
-Four ranks on emulated devices, 16 samples each. The planner is told what a user would tell it: a module, which it
-measures, a probe's links, the devices' speeds; the module's times are the emulation's (9 ms per sample and 18 ms per
-step). Then the ranks train as its overrides say; a step is the median behind the first ten, of the stale engine the
-mean. And how long the planner itself takes, for up to 1,024 devices: by a clock, and processor time, for devices of
-three speeds and for devices that are all different. ``--planning``: processor time only, nothing is trained.
+- *Emulated devices*: four ranks, 16 samples each. The planner is told what a user would tell it: a module, which it
+  measures, a probe's links, the devices' speeds; the module's times are the emulation's (9 ms per sample and 18 ms per
+  step). Then the ranks train as its overrides say; a step is the median behind the first ten, of the stale engine the
+  mean.
+- *Published set-ups*, see `published`: theirs, what the planner says, and what ranks on devices emulated by the same
+  inputs take.
+- How much processor time the planner itself takes, for up to 1,024 devices, of three speeds or all different.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from benchmarks.kit.figures import DASH, Figure, figure, markdown, named
+from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.planner.cases import CASES, PER_RANK, Case, Net
-from benchmarks.report import write_results
+from benchmarks.planner.published import CONTENDED, CONTENDED_SOURCE, ENGINES, SETUPS, contended, steps_s
 from benchmarks.torchrun import launch
 from lightning_hetero.cli.loading import profile_module
 from lightning_hetero.cli.ranks import probe_machine
@@ -27,16 +30,21 @@ from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.decide.plans import emulated
 from lightning_hetero.plan.formula import model_from_formula
-from lightning_hetero.plan.planner import ENGINES, Plan, plan
+from lightning_hetero.plan.planner import ENGINES as PLANNED
+from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import Cluster, ModelCost
 
-HERE = Path(__file__).parent
+WORKER = "benchmarks.planner.worker"
 WITHIN = 0.10
-GOAL = "0.9 to 1.1"
-SIZES = (16, 128, 1000)  # devices
-CPU_SIZES = (16, 64, 256, 1024)  # devices, for processor time
+SIZES = (16, 64, 256, 1024)  # devices, for processor time
+TIMES = "processor time"
+NOTES = (
+    "Emulated work is sleep, real work included; gloo, on the cores named below. Loading data, the optimizer and the"
+    " framework are in the measured steps and in none of the planned ones. Medians over the repeats. The devices that"
+    " are only planned for: nodes of eight, three speeds or all different, a GPT of 24 layers."
+)
 
 
 def planned(case: Case, profile: ModelCost, links: Cluster) -> Plan:
@@ -53,12 +61,38 @@ def planned(case: Case, profile: ModelCost, links: Cluster) -> Plan:
     return plan(Setup(cluster=cluster, model=model, global_batch=batch), case.engines)
 
 
-def measured(case: Case, answer: Plan, profile: ModelCost) -> dict[str, Any]:
-    """Trains as planned; returns each engine's step, by name."""
-    pipelined = next((e.plan for e in answer.estimates if e.plan is not None), None)
-    setting = {"case": case.name, "profile": model_to_plain(profile)}
-    setting["plan"] = None if pipelined is None else plan_to_plain(pipelined)
-    return launch("benchmarks.planner.worker", len(case.scenario.speeds), json.dumps(setting))
+def measure(case: Case, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Trains as planned; returns each engine's steps, planned and taken, by name."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for _ in range(repeats):
+        profile = profile_module(Net(), None, accelerator="cpu").model
+        links, _ = probe_machine(devices=len(case.scenario.speeds), accelerator="cpu")
+        answer = planned(case, profile, links)
+        pipelined = next((e.plan for e in answer.estimates if e.plan is not None), None)
+        setting = {"name": case.name, "engines": case.engines, "profile": model_to_plain(profile)}
+        setting["plan"] = None if pipelined is None else plan_to_plain(pipelined)
+        runs = launch(WORKER, len(case.scenario.speeds), json.dumps(setting))
+        for estimate in answer.estimates:
+            one = {**runs[estimate.engine], "planned_s": estimate.step_s, "bound_s": estimate.bound_s}
+            found.setdefault(estimate.engine, []).append(one)
+    return found
+
+
+def measure_published(name: str, repeats: int, quick: bool) -> dict[str, list[dict[str, float]]]:
+    """Runs a published set-up; returns the same as `measure`."""
+    found: dict[str, list[dict[str, float]]] = {}
+    one = next((one for one in SETUPS if one.name == name), None)
+    ranks = 4 if one is None else one.make().ranks
+    for _ in range(repeats):
+        runs = launch(WORKER, ranks, json.dumps({"name": name, "quick": quick}))
+        if one is None:
+            fixed_s, per_sample_s = runs["alone"]
+            planned_s = steps_s(contended(max(0.0, fixed_s), per_sample_s, runs["global_batch"]))
+        else:
+            planned_s = one.planned_s()
+        for engine in ENGINES:
+            found.setdefault(engine, []).append({**runs[engine], "planned_s": planned_s[engine]})
+    return found
 
 
 def large(ranks: int) -> Setup:
@@ -79,18 +113,6 @@ def large(ranks: int) -> Setup:
     return Setup(cluster=cluster, model=model_from_formula(sizes), global_batch=4 * len(cluster.devices))
 
 
-def timed(sizes: tuple[int, ...]) -> dict[str, dict[str, float]]:
-    """Returns how long each estimate takes, by number of devices and engine [s]."""
-    found: dict[str, dict[str, float]] = {}
-    for ranks in sizes:
-        setup = large(ranks)
-        for name, estimate in ENGINES.items():
-            started_s = time.perf_counter()
-            estimate(setup)
-            found.setdefault(str(ranks), {})[name] = time.perf_counter() - started_s
-    return found
-
-
 def different(setup: Setup) -> Setup:
     """Returns the set-up with a speed of its own for each device, 0.2 to 1."""
     golden = 0.5 * (math.sqrt(5.0) - 1.0)
@@ -98,13 +120,13 @@ def different(setup: Setup) -> Setup:
     return replace(setup, cluster=override_cluster(setup.cluster, speeds=speeds))
 
 
-def processor(sizes: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
+def processor(quick: bool) -> dict[str, dict[str, dict[str, float]]]:
     """Returns the processor time of each estimate, by kinds of devices, their number, and engine [s]."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for ranks in sizes:
+    for ranks in SIZES[:1] if quick else SIZES:
         few = large(ranks)
         for kinds, setup in (("three speeds", few), ("all different", different(few))):
-            for name, estimate in ENGINES.items():
+            for name, estimate in PLANNED.items():
                 started_s = time.process_time()
                 estimate(setup)
                 taken_s = time.process_time() - started_s
@@ -112,76 +134,72 @@ def processor(sizes: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def figures(raw: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns planned / measured of each case and engine, medians over the repeats, and the planner's own times."""
-    found: list[dict[str, Any]] = []
+def cases(quick: bool, repeats: int) -> Cases:
+    """Returns what measures each case."""
+    found: dict[str, Any] = {case.name: partial(measure, case, repeats) for case in CASES[: 1 if quick else None]}
+    names = [one.name for one in SETUPS] + [CONTENDED]
+    found |= {name: partial(measure_published, name, repeats, quick) for name in (names[1:2] if quick else names)}
+    return {**found, TIMES: partial(processor, quick)}
 
-    def figure(name: str, value: float, unit: str, goal: str | None = None, holds: bool | None = None) -> None:
-        found.append({"name": name, "value": value, "unit": unit, "goal": goal, "holds": holds})
 
-    for kinds, by_ranks in raw.get("processor_s", {}).items():
-        for ranks, engines in by_ranks.items():
-            for engine, seconds in engines.items():
-                figure(f"processor time, {ranks} devices, {kinds}: {engine}", seconds, "s")
-            total_s = math.fsum(engines.values())
-            figure(f"processor time, {ranks} devices, {kinds}: all engines", total_s, "s")
-    for case, engines in raw.get("steps", {}).items():
-        for engine, runs in engines.items():
-            step_s = statistics.median(run["step_s"] for run in runs)
-            ratio = statistics.median(run["planned_s"] / run["step_s"] for run in runs)
-            figure(f"{case}, {engine}: step", 1e3 * step_s, "ms")
-            figure(f"{case}, {engine}: planned / measured", ratio, "x", GOAL, abs(ratio - 1.0) <= WITHIN)
-            figure(f"{case}, {engine}: emulated work, taken / wanted", max(run["taken"] for run in runs), "x")
-    for ranks, engines in raw.get("planning_s", {}).items():
-        for engine, seconds in engines.items():
-            figure(f"planning {engine} on {ranks} devices", seconds, "s")
+def _planned(name: str, engines: dict[str, list[dict[str, float]]]) -> list[Figure]:
+    """Returns planned over measured of each engine, medians over the repeats."""
+    found: list[Figure] = []
+    for engine, runs in engines.items():
+        put = named(f"{name}, {engine}")
+        found.append(put("step", 1e3 * statistics.median(run["step_s"] for run in runs), "ms"))
+        ratio = statistics.median(run["planned_s"] / run["step_s"] for run in runs)
+        found.append(put("planned / measured", ratio, "x", within=WITHIN))
+        if "taken" in runs[0]:
+            found.append(put("emulated work, taken / wanted", max(run["taken"] for run in runs), "x"))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one case, one repeat, few devices; see --out")
-    parser.add_argument("--repeats", type=int, default=1, help="trainings of each case")
-    parser.add_argument(
-        "--out", type=Path, help="folder for results.json, results.md; else this one, .cache if quick"
-    )
-    parser.add_argument(
-        "--planning", action="store_true", help="processor time of the planner alone; results are not kept"
-    )
-    args = parser.parse_args()
-    cases = CASES[:1] if args.quick else CASES
-    raw: dict[str, Any] = {"processor_s": processor(CPU_SIZES[:2] if args.quick else CPU_SIZES)}
-    if not args.planning:
-        _rest(raw, cases, args.quick, args.repeats)
-    notes = (
-        "Emulated work is sleep, real work included; gloo, four ranks on the cores named below. Loading data, the"
-        " optimizer and the framework are in the measured steps and in none of the planned ones. Medians over the"
-        " repeats. The devices that are only planned for: nodes of eight, three speeds or all different, a GPT of 24"
-        " layers."
-    )
-    write_results(
-        args.out or (HERE / ".cache" / HERE.name if args.quick or args.planning else HERE),
-        title="Planned against measured steps, emulated devices",
-        figures=figures(raw),
-        raw=raw,
-        notes=notes,
-    )
+def gains(runs: dict[str, list[dict[str, float]]]) -> tuple[float, float]:
+    """Returns DDP's step over the balanced engine's, as planned and as measured."""
+    both = ({e: statistics.median(run[key] for run in runs[e]) for e in ENGINES} for key in ("planned_s", "step_s"))
+    planned_s, step_s = both
+    return planned_s["ddp"] / planned_s["balanced"], step_s["ddp"] / step_s["balanced"]
 
 
-def _rest(raw: dict[str, Any], cases: tuple[Case, ...], quick: bool, repeats: int) -> None:
-    """Trains as planned, and takes the planner's time by a clock."""
-    raw["steps"] = {}
-    for _ in range(1 if quick else repeats):
-        profile = profile_module(Net(), None, accelerator="cpu").model
-        for case in cases:
-            links, _ = probe_machine(devices=len(case.scenario.speeds), accelerator="cpu")
-            answer = planned(case, profile, links)
-            runs = measured(case, answer, profile)
-            for estimate in answer.estimates:
-                one = {**runs[estimate.engine], "planned_s": estimate.step_s, "bound_s": estimate.bound_s}
-                raw["steps"].setdefault(case.name, {}).setdefault(estimate.engine, []).append(one)
-    raw["planning_s"] = timed(SIZES[:1] if quick else SIZES)
+def published_table(found: Raw) -> str:
+    """Returns theirs beside ours, in Markdown."""
+    rows: list[list[str]] = []
+    known = {one.name: (one.source, one.theirs) for one in SETUPS} | {CONTENDED: (CONTENDED_SOURCE, DASH)}
+    for name, (source, theirs) in known.items():
+        if name in found:
+            steps = [
+                " / ".join(f"{1e3 * statistics.median(run[key] for run in found[name][e]):.0f}" for e in ENGINES)
+                for key in ("planned_s", "step_s")
+            ]
+            planned_gain, gain = gains(found[name])
+            rows.append([name, source, theirs, f"{steps[0]}: {planned_gain:.2f}", f"{steps[1]}: {gain:.2f}"])
+    head = ["set-up", "source of the inputs", "theirs", "planner says [ms, DDP / balanced: times as fast]", "measured"]
+    return markdown(head, rows)
 
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    figures: list[Figure] = []
+    for kinds, by_ranks in found.get(TIMES, {}).items():
+        for ranks, engines in by_ranks.items():
+            total_s = math.fsum(engines.values())
+            figures.append(figure(f"{TIMES}, {ranks} devices, {kinds}: all engines", total_s, "s"))
+    steps = {case.name: found[case.name] for case in CASES if case.name in found}
+    published = {name: found[name] for name in (*(one.name for one in SETUPS), CONTENDED) if name in found}
+    for name, engines in {**steps, **published}.items():
+        figures += _planned(name, engines)
+    for name, runs in published.items():
+        planned_gain, gain = gains(runs)
+        figures.append(figure(f"{name}: times as fast as DDP, planner", planned_gain, "x"))
+        figures.append(figure(f"{name}: times as fast as DDP, measured", gain, "x"))
+    raw = {"processor_s": found.get(TIMES, {}), "steps": steps, "published": published}
+    return figures, raw, f"{NOTES}\n\n{published_table(found)}" if published else NOTES
+
+
+BENCHMARK = Benchmark(
+    name="planner", title="Planned against measured steps, and published set-ups", repeats=1, cases=cases, report=report
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

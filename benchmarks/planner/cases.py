@@ -80,7 +80,7 @@ class Whole(nn.Module):
         return self.block(x)
 
 
-def loader(ranks: int) -> DataLoader[tuple[Tensor, ...]]:
+def loader(ranks: int, per_rank: int = PER_RANK, steps: int = STEPS) -> DataLoader[tuple[Tensor, ...]]:
     """Returns the data of a whole training, the same on all ranks."""
-    x = torch.randn(PER_RANK * ranks * STEPS, WIDTH, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x[:, :1]), batch_size=PER_RANK)
+    x = torch.randn(per_rank * ranks * steps, WIDTH, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :1]), batch_size=per_rank)

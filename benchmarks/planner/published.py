@@ -1,69 +1,75 @@
-"""``python -m benchmarks.planner.published``: set-ups that others have published, and what the planner says of them.
+"""Set-ups that others have published, to be planned and to be run by emulation; no torch.
 
-The inputs are theirs: speeds, or times by batch size. What is compared is what follows from them.
+The inputs are theirs: speeds, or times by batch size, or how often a cluster changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster
-from lightning_hetero.plan.estimate import EngineName
-from lightning_hetero.plan.formula import model_from_formula
+from lightning_hetero.emulate import Scenario, SpeedChange
 from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import AffineCost
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """Something that was published, and the same of the planner.
-
-    Attributes:
-        what: in words.
-        published: as published, in words.
-        value: published; None: there is no number to compare with.
-        planned: the planner's.
-        form: of numbers, e.g. ``"{:.2f} s"``.
-    """
-
-    what: str
-    published: str
-    value: float | None
-    planned: Callable[[Plan], float]
-    form: str = "{:.2f}"
+WARM_UP = 10  # steps until shares have settled; a series of slowness begins behind them
+ENGINES = ("ddp", "balanced")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Published:
     """A published set-up.
 
     Attributes:
         name, source: for people.
+        theirs: what they have published, in words.
         make: the set-up.
-        figures: to compare.
+        gain: published time of equal parts over that of balanced ones; None: there is no number to compare with.
+        scale: of all times in the emulation, so that a run is short.
+        steps: measured, where no series says how many.
     """
 
     name: str
     source: str
+    theirs: str
     make: Callable[[], Setup]
-    figures: tuple[Figure, ...]
+    gain: float | None = None
+    scale: float = 1.0
+    steps: int = 20
+
+    def planned_s(self) -> dict[str, float]:
+        """Returns what the planner says of a step, by engine, in emulated time [s]."""
+        return {name: self.scale * step_s for name, step_s in steps_s(self.make()).items()}
+
+    def scenario(self, rank: int) -> Scenario:
+        """Returns the emulation of one rank, whose costs need not be in proportion to another's."""
+        setup = self.make()
+        cost = setup.step_costs()[rank]
+        series: Sequence[float] = setup.slowness[rank] if setup.slowness else ()
+        changes = [SpeedChange(step=WARM_UP + i, speeds=[1.0 / slow]) for i, slow in enumerate(series)]
+        first = 1.0 / series[0] if series else 1.0
+        return Scenario(
+            speeds=[first], sample_s=self.scale * cost.per_sample_s, step_s=self.scale * cost.fixed_s, changes=changes
+        )
+
+    def length(self, quick: bool) -> int:
+        """Returns the steps of a run, warm-up included."""
+        setup = self.make()
+        measured = setup.series if setup.slowness else self.steps
+        return WARM_UP + (min(measured, 6) if quick else measured)
 
 
-def _step(engine: str) -> Callable[[Plan], float]:
-    return lambda answer: next(e.step_s for e in answer.estimates if e.engine == engine)
-
-
-def _gain(answer: Plan) -> float:
-    return _step("ddp")(answer) / _step("balanced")(answer)
-
-
-def _saved(answer: Plan) -> float:
-    return 100.0 * (1.0 - 1.0 / _gain(answer))
+def steps_s(setup: Setup) -> dict[str, float]:
+    """Returns what the planner says of a step, by engine [s]."""
+    answer: Plan = plan(setup, ENGINES)
+    return {estimate.engine: estimate.step_s for estimate in answer.estimates}
 
 
 # ---- R2SP (Chen et al., INFOCOM 2019): 2 g2.2xlarge, 2 p2.xlarge, 4 g3.4xlarge, measured in samples/s ----------------
@@ -91,7 +97,7 @@ _LBB_MS = (
 )
 # Communication of the rank that waits for nobody, in the record of equal batches of 2022-12-14; median.
 _LBB_EXCHANGE_S = 0.094
-_LBB_STEPS = 98  # of an epoch: 50,000 images by 512
+LBB_STEPS = 98  # of an epoch: 50,000 images by 512
 
 
 def _lbb() -> Setup:
@@ -102,14 +108,6 @@ def _lbb() -> Setup:
 
     costs = tuple(map(line, _LBB_MS))
     return Setup(cluster=equal_cluster(4), costs=costs, exchange_s=_LBB_EXCHANGE_S, global_batch=512, min_samples=2)
-
-
-def _epoch(engine: str) -> Callable[[Plan], float]:
-    return lambda answer: _LBB_STEPS * _step(engine)(answer)
-
-
-def _card_4(answer: Plan) -> float:
-    return next(e.shares[3] for e in answer.estimates if e.engine == "balanced")
 
 
 # ---- OmniLearn (TPDS 2025): one machine of 48 cores, divided among four workers --------------------------------------
@@ -129,117 +127,72 @@ def levels(name: str) -> Setup:
     return Setup(cluster=cluster, costs=costs, exchange_s=0.0, global_batch=4 * 128)
 
 
-# ---- a box of a 4090, a 3080 and a 2080 (asked for in NVIDIA/Megatron-LM issue 1757) --------------------------------
-
-# Dense FP16 tensor TFLOPS with FP32 accumulation and memory, by NVIDIA's architecture papers (Ada, GA102, Turing).
-_BOX = (("4090", 165.2, 24.0), ("3080", 59.5, 10.0), ("2080", 40.3, 8.0))
-BOX_ENGINES: tuple[EngineName, ...] = ("ddp", "balanced", "pipeline", "stale")
-_REACHED = 0.4  # of the peak, assumed for all three
+SCHEDULE = ("HL1", "HL2", "HL4", "HL8", "HL8", "HL4", "HL2", "HL1")
+PHASE = 12  # steps of a level; theirs are epochs
 
 
-def box(layers: int, width: int, *, global_batch: int = 12) -> Setup:
-    """Returns a GPT of this size in mixed precision on a box of three generations of cards.
-
-    Args:
-        layers, width: of the GPT; windows of 1024 tokens, 50257 words.
-        global_batch: windows per update.
-    """
-    peak = _BOX[0][1]
-    devices = [{"name": name, "speed": tflops / peak, "mem": f"{gb} GB"} for name, tflops, gb in _BOX]
-    model = model_from_formula(
-        {
-            "kind": "transformer",
-            "layers": layers,
-            "width": width,
-            "window": 1024,
-            "vocabulary": 50257,
-            "flops_per_s": _REACHED * peak * 1e12,
-        }
-    )
-    link = {"bandwidth": "12 GB/s", "latency": "20 us"}
-    return Setup(
-        cluster=cluster_from_plain({"devices": devices, "link": link}), model=model, global_batch=global_batch
-    )
+def _schedule() -> Setup:
+    cores = [LEVELS[name] for name in SCHEDULE for _ in range(PHASE)]
+    slowness = tuple(tuple(12 / step[rank] for step in cores) for rank in range(4))
+    costs = (AffineCost(fixed_s=0.0, per_sample_s=0.01),) * 4
+    return Setup(cluster=equal_cluster(4), costs=costs, exchange_s=0.0, global_batch=4 * 128, slowness=slowness)
 
 
-def _level_case(name: str) -> Case:
-    return Case(
-        name=f"OmniLearn, {name}: {'/'.join(map(str, LEVELS[name]))} cores",
-        source="TPDS 2025 and its code: one machine of 48 cores, divided",
-        make=lambda: levels(name),
-        figures=(
-            Figure(
-                what="time saved, work alone [%]",
-                published="14 to 85, over models and levels",
-                value=None,
-                planned=_saved,
-                form="{:.0f}",
-            ),
-        ),
-    )
+# ---- a recorded trace: four ranks on all cores of a machine beside programs of others that come and go --------------
+
+_TRACE, _TRACED = Path(__file__).parent / "crowded.json", 100  # steps
 
 
-CASES: tuple[Case, ...] = (
-    Case(
+def _trace() -> Setup:
+    recorded: dict[str, Any] = json.loads(_TRACE.read_text(encoding="utf-8"))
+    times, samples = recorded["compute_s"][:_TRACED], recorded["samples"]
+    usual_s = float(np.median(times))
+    slowness = tuple(tuple(step[rank] / usual_s for step in times) for rank in range(recorded["ranks"]))
+    costs = (AffineCost(fixed_s=0.2 * usual_s, per_sample_s=0.8 * usual_s / samples),) * recorded["ranks"]
+    return Setup(cluster=equal_cluster(4), costs=costs, exchange_s=0.0, global_batch=4 * samples, slowness=slowness)
+
+
+# ---- DBS (repository Soptq/DBS): three workers on one device, one alone; real contention, nothing emulated -----------
+
+CONTENDED = "DBS: three workers on one device, one alone, real"
+SHARED = 3  # ranks 0 to 2
+CONTENDED_SOURCE = "repository Soptq/DBS: DenseNet-121, batch 512; here products of matrices on two cores"
+
+
+def contended(fixed_s: float, per_sample_s: float, global_batch: int) -> Setup:
+    """Returns the set-up, of what a sample takes on a device that a worker has alone."""
+    alone = AffineCost(fixed_s=fixed_s, per_sample_s=per_sample_s)
+    costs = (alone.times(SHARED),) * SHARED + (alone,)
+    return Setup(cluster=equal_cluster(SHARED + 1), costs=costs, exchange_s=0.0, global_batch=global_batch)
+
+
+SETUPS: tuple[Published, ...] = (
+    Published(
         name="R2SP: 2 g2.2xlarge + 2 p2.xlarge + 4 g3.4xlarge",
         source="Chen et al., INFOCOM 2019: 429, 628 and 917 samples/s, 512 samples each",
+        theirs="1.68 times as fast, the ideal of their speeds; measured around 40 % less time",
         make=_r2sp,
-        figures=(
-            Figure(
-                what="DDP / balanced", published="1.68, the ideal of their speeds", value=5782 / 3432, planned=_gain
-            ),
-            Figure(what="time saved [%]", published="around 40", value=40.0, planned=_saved, form="{:.1f}"),
-        ),
+        gain=5782 / 3432,
     ),
-    Case(
-        name="LBB: M40, 2 GTX 1070, GTX 750, ResNet-18 on CIFAR-10, batch 512",
-        source="repository FLYING37520/LBB: batchVStime750flip.csv, communication of the slowest rank 94 ms",
+    Published(
+        name="LBB: M40, 2 GTX 1070, GTX 750",
+        source="repository FLYING37520/LBB: ResNet-18 on CIFAR-10, batch 512, batchVStime750flip.csv",
+        theirs="62.44 -> 22.12 s an epoch: 2.82 times as fast",
         make=_lbb,
-        figures=(
-            Figure(what="epoch, equal shares [s]", published="62.44", value=62.44, planned=_epoch("ddp")),
-            Figure(what="epoch, balanced [s]", published="22.12", value=22.12, planned=_epoch("balanced")),
-            Figure(
-                what="samples of the slowest card of 512",
-                published="20; 168, 168, 160 and 16 in another record",
-                value=None,
-                planned=_card_4,
-                form="{:.0f}",
-            ),
-        ),
+        gain=62.44 / 22.12,
     ),
-    *(_level_case(name) for name in LEVELS),
+    Published(
+        name="OmniLearn: HL1-2-4-8-8-4-2-1 of 48 cores",
+        source="TPDS 2025 and its code: one machine of 48 cores, divided anew; work alone",
+        theirs="14 to 85 % less time, over models and levels",
+        make=_schedule,
+        scale=0.25,
+    ),
+    Published(
+        name="recorded trace of a shared machine",
+        source="our own: four ranks on two cores beside busy loops that come and go, step by step",
+        theirs="–",
+        make=_trace,
+        scale=4.0,
+    ),
 )
-
-
-def markdown_table() -> str:
-    """Returns all cases and figures as a table in Markdown: what was published, and what the planner says."""
-    head = ("set-up", "source of the inputs", "figure", "published", "planner")
-    lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|---|"]
-    for case in CASES:
-        answer = plan(case.make(), ("ddp", "balanced"))
-        for i, figure in enumerate(case.figures):
-            name, source = (case.name, case.source) if i == 0 else ("", "")
-            said = figure.form.format(figure.planned(answer))
-            lines.append(f"| {name} | {source} | {figure.what} | {figure.published} | {said} |")
-    return "\n".join(lines)
-
-
-def box_table() -> str:
-    """Returns who takes what on the box of three generations, by size of the model, as a table in Markdown."""
-    head = ("GPT", "engine", "ms per update", "4090", "3080", "2080")
-    lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|---|---|"]
-    for name, layers, width in (("124M (12 layers)", 12, 768), ("354M (24 layers)", 24, 1024)):
-        answer = plan(box(layers, width), BOX_ENGINES)
-        for i, estimate in enumerate(answer.estimates):
-            cells = [f"{share:.3g} samples" for share in estimate.shares] or ["does not fit"] * 3
-            if estimate.plan is not None:
-                for group in estimate.plan.groups:
-                    for rank, (a, b) in zip(group.ranks, pairwise(group.cuts), strict=True):
-                        cells[rank] = f"{b - a} layers, {group.samples} samples"
-            step = f"{estimate.step_s * 1e3:.0f}" if estimate.ok else "–"
-            lines.append(f"| {name if i == 0 else ''} | {estimate.engine} | {step} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(f"{markdown_table()}\n\n{box_table()}")

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.sharded [--quick] [--repeats N]``: balanced batches over a sharded model, measured.
+"""``python -m benchmarks.sharded [--quick] [--repeats N] [--only WORDS]``: balanced batches, sharded model.
 
 - *stock*: Lightning's `ModelParallelStrategy`, equal parts. *Static*: the same with the constant parts that are best in
   hindsight, found by brute force, and the loss weighted by hand. *Pipeline engine*: on the same model, not sharded.
@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from benchmarks.report import write_results
+from benchmarks.kit.figures import Figure
+from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.sharded.cases import cases
 from benchmarks.sharded.figures import memory_figures, summarize
 from benchmarks.torchrun import launch
@@ -25,27 +25,33 @@ NOTES = (
     " rank. With two memory sizes rank 0 holds at most 40 samples at once, which the engine finds out by running out of"
     " memory; the static parts know it beforehand."
 )
+MEMORY = "memory"
+WORKER = "benchmarks.sharded.worker"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat of short runs, about a minute")
-    parser.add_argument("--repeats", type=int, default=3, help="repeats per engine and case")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
-    args = parser.parse_args()
-    repeats = 1 if args.quick else args.repeats
-    raw: dict[str, Any] = launch("benchmarks.sharded.worker", 4, repeats, "quick" if args.quick else "full")
-    figures = [one for case in cases() for one in summarize(case.quick() if args.quick else case, raw[case.name])]
-    held: dict[str, list[list[int]]] = {"stock": [], "ours": []}
-    for _ in range(repeats):
-        for engine, peaks in held.items():
-            peaks.append(launch("benchmarks.sharded.memory", 2, engine)["bytes"])
-    raw["memory"] = held
-    write_results(
-        args.out, title="Balanced batches over a sharded model", figures=figures + memory_figures(held), raw=raw,
-        notes=NOTES,
-    )  # fmt: skip
+def _memory(repeats: int) -> dict[str, list[list[int]]]:
+    """Returns each rank's peak by engine; a process has one."""
+    engines = ("stock", "ours")
+    return {name: [launch(WORKER, 2, name, 1, "full")["bytes"] for _ in range(repeats)] for name in engines}
 
+
+def measured(quick: bool, repeats: int) -> Cases:
+    """Returns what measures each case."""
+    extent, chosen = "quick" if quick else "full", cases()[:1] if quick else cases()
+    found: dict[str, Any] = {one.name: partial(launch, WORKER, 4, one.name, repeats, extent) for one in chosen}
+    return found if quick else {**found, MEMORY: partial(_memory, repeats)}
+
+
+def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
+    """Returns figures, raw values and notes."""
+    known = [case for case in cases() if case.name in found]
+    figures = [one for case in known for one in summarize(case.quick() if quick else case, found[case.name])]
+    return figures + (memory_figures(found[MEMORY]) if MEMORY in found else []), found, NOTES
+
+
+BENCHMARK = Benchmark(
+    name="sharded", title="Balanced batches over a sharded model", repeats=3, cases=measured, report=report
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.balanced.figures import SETTLED, TAKEN, Figure, figure
+from benchmarks.kit.figures import SETTLED, TAKEN, Figure, figure, named, paired
 from benchmarks.sharded.cases import Case
 
 
@@ -21,12 +21,10 @@ def steady_s(case: Case, runs: list[list[float]]) -> float:
 def summarize(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
     """Turns one case's raw steps into figures."""
 
-    def put(name: str, value: float, unit: str, **goal: float | None) -> Figure:
-        return figure(f"{case.name}: {name}", value, unit, **goal)
+    put = named(case.name)
 
     def ratio(engine: str, other: str) -> float:
-        pairs = zip(raw[engine]["steps_s"], raw[other]["steps_s"], strict=True)
-        return statistics.median(sum(a) / sum(b) for a, b in pairs)
+        return paired(*([sum(run) for run in raw[name]["steps_s"]] for name in (engine, other)))
 
     stock_s, ours_s = (steady_s(case, raw[engine]["steps_s"]) for engine in ("stock", "ours"))
     first, last = case.ideal_s(0), case.ideal_s(case.steps - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -12,19 +12,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from benchmarks.balanced.worker import StaticShares, Stopwatch, forgetting, gathered
 from benchmarks.emulated import Emulated
+from benchmarks.kit.training import (
+    Clock,
+    Compared,
+    StaticShares,
+    first_gradient,
+    fit,
+    flat_gradient,
+    forgetting,
+    gathered,
+    gloo,
+    synthetic,
+)
 from benchmarks.sharded.cases import Case, cases
 from benchmarks.torchrun import as_rank
 from lightning_hetero import HeteroPipelineStrategy, ShardedBalancedStrategy
 
 FEATURES, BLOCKS = 32, 6
+MEMORY_WIDTH, MEMORY_STEPS = 1024, 6  # 50 million parameters in float32
 
 
 class Block(nn.Module):
@@ -80,17 +92,6 @@ class ShardedModel(Model):
             self.first_gradient = flat_gradient(self)
 
 
-def flat_gradient(model: nn.Module) -> Tensor:
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.cat([getattr(g, "full_tensor", lambda g=g: g)().detach().reshape(-1).clone() for g in found])
-
-
-def dataset(samples: int, width: int = FEATURES, dtype: torch.dtype = torch.float64) -> TensorDataset:
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, width, generator=g, dtype=dtype)
-    return TensorDataset(x, x.sin().sum(1, keepdim=True) + x[:, :1] * (torch.arange(samples) % 7).unsqueeze(1))
-
-
 @contextmanager
 def slow_link(seconds: float) -> Iterator[None]:
     """Inside, FSDP's collectives take so much longer, on every rank, as in a ring with one slow link."""
@@ -114,75 +115,72 @@ def slow_link(seconds: float) -> Iterator[None]:
             setattr(dist, name, real[name])
 
 
-def train(engine: str, case: Case, rank: int) -> tuple[Stopwatch, Model, Emulated]:
+def train(name: str, case: Case, rank: int) -> tuple[Clock, Model, Emulated]:
     """Runs one training with ``"stock"``, ``"static"``, ``"ours"`` or ``"pipeline"``."""
     samples = case.global_batch * (case.steps + 2)
-    watch, emulated = Stopwatch(), Emulated(case.scenario)
-    loader, weight = DataLoader(dataset(samples), batch_size=case.per_rank, shuffle=True), 1.0
-    options: dict[str, Any] = {}
-    if engine == "static":
+    clock, emulated, weight, data = Clock(), Emulated(case.scenario), 1.0, synthetic(samples, FEATURES)
+    loader = DataLoader(data, batch_size=case.per_rank, shuffle=True)
+    if name == "static":
         shares = case.best_static()
-        loader = DataLoader(dataset(samples), batch_sampler=StaticShares(samples, shares, rank))
+        loader = DataLoader(data, batch_sampler=StaticShares(samples, shares, rank))
         weight = len(shares) * shares[rank] / sum(shares)
-        options["use_distributed_sampler"] = False
-    model = Model() if engine == "pipeline" else ShardedModel(weight=weight)
-    world = len(case.scenario.speeds)
-    if engine == "ours":
-        options["strategy"] = ShardedBalancedStrategy(process_group_backend="gloo")
-    elif engine == "pipeline":
-        options["strategy"] = HeteroPipelineStrategy(backbone="blocks", process_group_backend="gloo")
-    else:
-        options["strategy"] = ModelParallelStrategy(
-            data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo"
-        )
-    trainer = Trainer(
-        accelerator="cpu", devices=world, max_steps=case.steps, max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[watch, emulated], **options,
-    )  # fmt: skip
-    gc.collect()  # of the imports' and the last run's, or it comes in some step of some engine
+    model = Model() if name == "pipeline" else ShardedModel(weight=weight)
     with slow_link(case.slow_link_s):
-        trainer.fit(model, loader)
-    return watch, model, emulated
+        fit(strategy(name), model, loader, steps=case.steps, callbacks=[clock, emulated],
+            use_distributed_sampler=name != "static")  # fmt: skip
+    return clock, model, emulated
 
 
-def true_gradient(case: Case) -> Tensor:
-    """Gradient of the mean over the first global batch, in one process."""
-    data = dataset(case.global_batch * (case.steps + 2))
-    first = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[: case.global_batch]
-    model = Model()
-    x, y = data.tensors
-    nn.functional.mse_loss(model(x[first]), y[first]).backward()
-    return flat_gradient(model)
+def strategy(name: str) -> Any:
+    """Returns a new one."""
+    if name == "ours":
+        return gloo(ShardedBalancedStrategy)
+    if name == "pipeline":
+        return gloo(HeteroPipelineStrategy, backbone="blocks")
+    return ModelParallelStrategy(
+        data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, process_group_backend="gloo"
+    )
 
 
 def run_case(case: Case, repeats: int, rank: int) -> dict[str, Any]:
     """Runs every engine ``repeats`` times, interleaved; returns raw steps, shares and gradient errors of rank 0."""
     engines = ["stock", "ours"] + ["ours again", "static"] * (not case.equal) + ["stock again"] * case.equal
     engines += ["pipeline"] * case.pipeline
-    out: dict[str, Any] = {e: {f: [] for f in ("steps_s", "samples", "gradient_error", "taken")} for e in engines}
-    reference = true_gradient(case)
+    data = synthetic(case.global_batch * (case.steps + 2), FEATURES)
+    compared = Compared(engines, first_gradient(Model(), data, case.global_batch))
     for _ in range(repeats):
         with forgetting():
-            for engine in engines:
-                watch, model, emulated = train(engine.split()[0], case, rank)
-                out[engine]["steps_s"].append(watch.steps_s())
-                if engine == "pipeline":
-                    continue
-                assert isinstance(model, ShardedModel) and model.first_gradient is not None
-                error = float((model.first_gradient - reference).norm() / reference.norm())
-                samples = gathered(watch.samples)
-                out[engine]["samples"].append([list(step) for step in zip(*samples, strict=True)])
-                out[engine]["gradient_error"].append(error)
-                out[engine]["taken"].append(max(gathered(emulated.taken())))
-    return out
+            for name in engines:
+                clock, model, emulated = train(name.split()[0], case, rank)
+                compared.add(name, clock, emulated.taken(), getattr(model, "first_gradient", None))
+    return compared.found
 
 
-def measure(rank: int, repeats: int, quick: bool) -> dict[str, Any]:
-    chosen = [case.quick() if quick else case for case in cases()]
-    return {case.name: run_case(case, repeats, rank) for case in chosen}
+class _Adam(ShardedModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing is gathered."""
+
+
+def peak(name: str) -> dict[str, Any]:
+    """Returns each rank's peak of resident memory above what it had before the model [bytes]: once per process."""
+    data = synthetic(64 * MEMORY_STEPS, MEMORY_WIDTH, torch.float32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    own = gloo(ShardedBalancedStrategy, rebalance=False) if name == "ours" else strategy(name)
+    model = _Adam(width=MEMORY_WIDTH, dtype=torch.float32)
+    fit(own, model, DataLoader(data, batch_size=32), steps=MEMORY_STEPS, callbacks=[])
+    return {"bytes": [1024 * kb for kb in gathered(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)]}
+
+
+def measure(rank: int, name: str, repeats: int, quick: bool) -> dict[str, Any]:
+    if name in ("stock", "ours"):
+        return peak(name)
+    case = next(case for case in cases() if case.name == name)
+    return run_case(case.quick() if quick else case, repeats, rank)
 
 
 if __name__ == "__main__":
-    _path, _repeats, _extent = sys.argv[1:]
-    as_rank(Path(_path), lambda rank: measure(rank, int(_repeats), _extent == "quick"))
+    _path, _name, _repeats, _extent = sys.argv[1:]
+    as_rank(Path(_path), lambda rank: measure(rank, _name, int(_repeats), _extent == "quick"))

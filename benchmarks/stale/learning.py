@@ -104,49 +104,6 @@ def cnn_gradient(weights: Vector, images: Vector, labels: NDArray[np.int64]) -> 
     return float(loss.detach()), gradient.numpy()
 
 
-_ATTENDING = (
-    *((16, 8), (16,), (8, 16)),  # a token is a row of 8 pixels; bias; positions
-    *((16,), (16,), (48, 16), (48,), (16, 16), (16,)),  # norm; queries, keys, values; after attention
-    *((16,), (16,), (32, 16), (32,), (16, 32), (16,)),  # norm; the block's perceptron
-    *((16,), (16,), (10, 16), (10,)),  # norm; head
-)
-
-
-def transformer_weights(rng: np.random.Generator) -> Vector:
-    """Returns the 2698 initial weights of one pre-norm block of two heads over eight tokens of width 16."""
-    norms = {3: 1.0, 4: 0.0, 9: 1.0, 10: 0.0, 15: 1.0, 16: 0.0}
-    bounds = {0: 8, 1: 8, 13: 32, 14: 32}
-    return np.concatenate(
-        [
-            np.full(math.prod(s), norms[i]) if i in norms
-            else rng.uniform(-1, 1, math.prod(s)) / math.sqrt(bounds.get(i, 16))
-            for i, s in enumerate(_ATTENDING)
-        ]
-    ).astype(np.float32)  # fmt: skip
-
-
-def transformer_gradient(weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
-    """Returns the mean cross-entropy over images (n, 64) and its gradient, flat; computed by torch."""
-    import torch
-    from torch.nn import functional as F
-
-    flat = torch.from_numpy(weights).clone().requires_grad_()
-    sizes = [math.prod(s) for s in _ATTENDING]
-    p = [part.view(s) for part, s in zip(flat.split(sizes), _ATTENDING, strict=True)]
-    x = F.linear(torch.from_numpy(images).view(-1, 8, 8), p[0], p[1]) + p[2]
-    queries, keys, values = (
-        part.view(-1, 8, 2, 8).transpose(1, 2)
-        for part in F.linear(F.layer_norm(x, (16,), p[3], p[4]), p[5], p[6]).chunk(3, 2)
-    )
-    attended = F.softmax(queries @ keys.transpose(2, 3) / math.sqrt(8), 3) @ values
-    x = x + F.linear(attended.transpose(1, 2).flatten(2), p[7], p[8])
-    x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (16,), p[9], p[10]), p[11], p[12])), p[13], p[14])
-    x = F.layer_norm(x.mean(1), (16,), p[15], p[16])
-    loss = F.cross_entropy(F.linear(x, p[17], p[18]), torch.from_numpy(labels))
-    (gradient,) = torch.autograd.grad(loss, flat)
-    return float(loss.detach()), gradient.numpy()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What is trained and how, as tuned for synchronous training.
@@ -172,7 +129,6 @@ class Recipe:
 
 _MLP_RECIPE: dict[str, Any] = {"epochs": 30, "weights": mlp_weights, "gradient": mlp_gradient}
 _CNN_RECIPE: dict[str, Any] = {"epochs": 12, "weights": cnn_weights, "gradient": cnn_gradient}
-_TRANSFORMER_RECIPE: dict[str, Any] = {"epochs": 20, "weights": transformer_weights, "gradient": transformer_gradient}
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -180,8 +136,6 @@ RECIPES = {
         Recipe(name="MLP, Adam", lr=0.03, adam=True, target=0.02, **_MLP_RECIPE),
         Recipe(name="CNN, momentum", lr=0.2, adam=False, target=0.05, **_CNN_RECIPE),
         Recipe(name="CNN, Adam", lr=0.03, adam=True, target=0.05, **_CNN_RECIPE),
-        Recipe(name="transformer, momentum", lr=0.07, adam=False, target=0.2, **_TRANSFORMER_RECIPE),
-        Recipe(name="transformer, Adam", lr=0.01, adam=True, target=0.12, **_TRANSFORMER_RECIPE),
         Recipe(name="MLP at the edge, momentum", lr=0.35, adam=False, target=0.03, centred=False, **_MLP_RECIPE),
     )
 }

@@ -1,14 +1,9 @@
-"""One rank of the real-process half: trains the runs it is given, one after the other; rank 0 appends to the cache."""
+"""One rank of the real-process half: trains the runs of a case one after the other."""
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import sys
-import time
-import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +12,14 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.emulated import Emulated
-from benchmarks.stale.policies import WRITTEN
-from benchmarks.stale.real import CLUSTERS, PER_RANK, SPELL_STEP_S, TASKS, WORLD, Run, key
-from benchmarks.steps import percentile
+from benchmarks.kit.figures import percentile
+from benchmarks.kit.training import Clock, fit, gloo
+from benchmarks.stale.real import CLUSTERS, PER_RANK, SPELL_STEP_S, TASKS, WORLD
+from benchmarks.torchrun import quietly
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 from lightning_hetero.demo import CharTransformer, DigitsCNN, DigitsData, TopicsText
 
 WARM_UP = 3  # batches that are no steps yet
-
-
-class Clock(Callback):
-    """Seconds from the first batch to the end of training, and of each of Lightning's batches, on this rank."""
-
-    def __init__(self) -> None:
-        self.fit_s = 0.0
-        self._began_s = 0.0
-        self._starts_s: list[float] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._starts_s.append(time.perf_counter())
-
-    def steps_s(self) -> list[float]:
-        return [b - a for a, b in pairwise(self._starts_s)][WARM_UP:]
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._began_s:
-            self._began_s = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.fit_s = time.perf_counter() - self._began_s
 
 
 class Decaying(LightningModule):
@@ -67,25 +41,22 @@ class Text(Decaying, CharTransformer):
     pass
 
 
-def task(run: Run) -> tuple[LightningModule, LightningDataModule]:
+def task(name: str, steps: int) -> tuple[LightningModule, LightningDataModule]:
     """Returns model and data; the batch of each device is that of stock DDP."""
     model: Digits | Text
     data: LightningDataModule
-    if run.task.startswith("digits"):
+    if name.startswith("digits"):
         model, data = Digits(), DigitsData(batch_size=PER_RANK)
     else:
         model, data = Text(), TopicsText(batch_size=PER_RANK, max_train_windows=PER_RANK * WORLD * 30)
-    model.steps = run.steps
+    model.steps = steps
     return model, data
 
 
-def strategy(engine: str) -> Any:
-    if engine == "ddp":
-        return DDPStrategy(process_group_backend="gloo")
-    if engine == "balanced":
-        return LoadBalancedStrategy(process_group_backend="gloo", monitor=False, min_samples=1)
-    policy = WRITTEN[engine]() if engine in WRITTEN else engine
-    return BoundedStalenessStrategy(policy=policy, process_group_backend="gloo", monitor=False)
+def strategy(name: str) -> Any:
+    if name in ("ddp", "balanced"):
+        return gloo(DDPStrategy) if name == "ddp" else gloo(LoadBalancedStrategy, min_samples=1)
+    return gloo(BoundedStalenessStrategy, policy=name)
 
 
 def loss_of(model: LightningModule, data: LightningDataModule) -> float:
@@ -100,78 +71,58 @@ def loss_of(model: LightningModule, data: LightningDataModule) -> float:
     return total / samples
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Trains one run and returns what this rank saw."""
-    cluster = next(c for c in CLUSTERS if c.name == run.cluster)
-    sample_s = next(t.sample_s for t in TASKS if t.name == run.task)
-    scenario = cluster.scenario(sample_s, run.seed, run.steps)
-    seed_everything(run.seed, verbose=False)
-    model, data = task(run)
-    clock, engine = Clock(), strategy(run.engine)
+def train(setting: dict[str, Any], name: str, seed: int) -> dict[str, Any]:
+    """Trains one run and returns what this rank saw.
+
+    Raises:
+        RuntimeError: it ended early.
+    """
+    cluster = next(c for c in CLUSTERS if c.name == setting["cluster"])
+    sample_s = next(t.sample_s for t in TASKS if t.name == setting["task"])
+    steps = setting["steps"]
+    scenario = cluster.scenario(sample_s, seed, steps)
+    seed_everything(seed, verbose=False)
+    model, data = task(setting["task"], steps)
     emulated = Emulated(scenario, step_every_s=SPELL_STEP_S if cluster.spells else None)
-    metrics: dict[str, Any] = {}
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=engine,
-        max_steps=run.steps,
-        max_epochs=-1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            clock,
-            emulated,
-            Keep(metrics),
-        ],
-    )
-    gc.collect()  # of the imports' and the last run's, or it comes in some step of some engine
-    trainer.fit(model, datamodule=data)
-    staleness = {int(k): v for k, v in metrics.get("staleness", {}).items()}
+    clock, counted = Clock(), Counted()
+    trainer = fit(strategy(name), model, data, steps=steps, ranks=WORLD, callbacks=[clock, emulated, counted])
+    if trainer.global_step != steps:
+        raise RuntimeError(f"{name} on {cluster.name} ended after {trainer.global_step} of {steps} steps")
+    of_server = counted.metrics
+    staleness = {int(k): v for k, v in of_server.get("staleness", {}).items()}
+    held_s, apply_s = sum(of_server.get("hold_s", {}).values()) / WORLD, of_server.get("apply_s", 0.0)
+    work_s = emulated.pacer.taken_s if emulated.pacer is not None else 0.0
+    steps_s = clock.steps_s()[WARM_UP:-1]
     return {
+        "engine": name,
+        "seed": seed,
+        "steps": steps,
         "fit_s": clock.fit_s,
-        "p95_s": percentile(clock.steps_s(), 95),
-        "longest_s": max(clock.steps_s()),
+        "p95_s": percentile(steps_s, 95),
+        "longest_s": max(steps_s),
         "taken": emulated.taken(),
-        "compute_s": emulated.pacer.taken_s if emulated.pacer is not None else 0.0,
+        "parts_s": {"work": work_s, "held": held_s, "applied": apply_s, "rest": clock.fit_s - work_s - held_s},
         "loss": loss_of(model, data) if trainer.is_global_zero else 0.0,
-        "steps": trainer.global_step,
-        "stale_fraction": metrics.get("stale_fraction", 0.0),
-        "mean_staleness": sum(k * v for k, v in staleness.items()) / max(1, sum(staleness.values())),
+        "stale_fraction": of_server.get("stale_fraction", 0.0),
         "max_staleness": max(staleness, default=0),
-        "recomputed": sum(metrics.get("discarded", {}).values()),
-        "hold_s": sum(metrics.get("hold_s", {}).values()) / WORLD,
-        "apply_s": metrics.get("apply_s", 0.0),
+        "recomputed": sum(of_server.get("discarded", {}).values()),
+        "hold_s": held_s,
     }
 
 
-class Keep(Callback):
+class Counted(Callback):
     """Keeps what the server had counted at the last meeting."""
 
-    def __init__(self, metrics: dict[str, Any]) -> None:
-        self.metrics = metrics
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         known = getattr(trainer.strategy, "server_metrics", None)
-        self.metrics.update(known() if callable(known) else {})
-
-
-def main() -> None:
-    runs, cache = [Run(**r) for r in json.loads(sys.argv[1])], Path(sys.argv[2])
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    for run in runs:
-        result = train(run)
-        if result["steps"] != run.steps:
-            raise RuntimeError(f"{run} ended after {result['steps']} steps")
-        if torch.distributed.get_rank() == 0:
-            with cache.open("a") as file:
-                file.write(json.dumps({"key": key(run), "result": result}) + "\n")
+        self.metrics = known() if callable(known) else {}
 
 
 if __name__ == "__main__":
-    main()
+    quietly()
+    _setting, _path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    _found = [train(_setting, run["engine"], run["seed"]) for run in _setting["runs"]]
+    _path.write_text(json.dumps(_found))

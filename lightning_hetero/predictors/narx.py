@@ -2,7 +2,7 @@
 
 LB-BSP (Chen et al., SoCC'20) predicts a worker's speed in a cluster that others use, too, by a NARX network: nonlinear
 autoregression with exogenous inputs, which are the processor time and the memory that others leave free. Orders, sizes
-and training are not public; those here are ours, compared in ``benchmarks/narx``.
+and training are not public; those here are ours, compared in ``benchmarks/balanced``.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_other_results_make_other_tables(tmp_path: Path) -> None:
         copy.write_text(json.dumps(report))
         before = re.search(rf"<!-- {name}: .*?<!-- end -->", page_with(page), re.S)
         after = re.search(rf"<!-- {name}: .*?<!-- end -->", page_with(page, results_root=tmp_path), re.S)
-        assert before and after and before[0] != after[0], name
+        assert before and after and (before[0] != after[0] or "have not been measured yet" in before[0]), name
         copy.write_text(kept)
 
 

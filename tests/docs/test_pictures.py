@@ -16,8 +16,6 @@ from benchmarks.pictures import FOLDER, files
 from benchmarks.provenance import ROOT
 
 MADE = files()
-DRAWN_WHILE_MEASURED = re.compile(r"(ablation|budget_\w+)\.svg")  # by their benchmarks: other drawings
-SHEETS = [name for name in MADE if not DRAWN_WHILE_MEASURED.fullmatch(name)]
 LETTER = 0.58  # of the font's size: a letter's mean width in a wide font
 SIZES = {"": 13.0, "mute": 12.0, "inside": 12.0, "title": 15.0}
 
@@ -29,7 +27,7 @@ def test_pictures_are_those_of_the_results(name: str) -> None:
 
 def test_no_other_picture_is_kept() -> None:
     kept = {path.name for path in (ROOT / FOLDER).glob("*.svg")}
-    assert {name for name in kept - set(MADE) if not DRAWN_WHILE_MEASURED.fullmatch(name)} == set()
+    assert kept == set(MADE)
 
 
 def test_every_picture_is_shown_on_a_page() -> None:
@@ -52,7 +50,7 @@ def texts(element: ElementTree.Element, x: float = 0.0, y: float = 0.0) -> Itera
             yield text, left, left + wide, y + float(child.get("y", 0))
 
 
-@pytest.mark.parametrize("name", SHEETS)
+@pytest.mark.parametrize("name", MADE)
 def test_no_text_leaves_the_picture(name: str) -> None:
     root = ElementTree.fromstring(MADE[name])
     _, _, width, height = map(float, root.attrib["viewBox"].split())
@@ -62,7 +60,7 @@ def test_no_text_leaves_the_picture(name: str) -> None:
         assert left >= 0.0 and right <= width and 8.0 < base <= height - 2.0, text
 
 
-@pytest.mark.parametrize("name", SHEETS)
+@pytest.mark.parametrize("name", MADE)
 def test_colours_are_values_and_nothing_is_fetched(name: str) -> None:
     assert "var(" not in MADE[name] and "href" not in MADE[name] and "@import" not in MADE[name]
     both = "@media (prefers-color-scheme:dark)" in MADE[name]

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks.balanced.cases import Case, unequal_cases
 from benchmarks.balanced.figures import ideal_step_s, makespans, steps_to, summarize
-from benchmarks.balanced.worker import StaticShares
+from benchmarks.kit.training import StaticShares
 from benchmarks.report import FIELDS, write_results
 from lightning_hetero import Scenario
 
@@ -46,7 +46,7 @@ def raw(
         "ours again": {"steps_s": runs(0.9 * ours_s), "samples": samples, "gradient_error": [0.0]},
         "folk": {"steps_s": runs(folk_s) if folk_s else [], "samples": [], "gradient_error": [0.1, 0.5, 0.2]},
     }
-    return {name: {**one, "taken": [1.0], "framework_s": [0.0]} for name, one in every.items()}
+    return {name: {**one, "taken": [1.0]} for name, one in every.items()}
 
 
 def by_name(figures: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_steps_to_is_the_first_place_from_which_three_are_good(ratios: list[floa
 
 def test_figures_of_a_case_by_hand() -> None:
     """DDP takes 85 ms of which 5 are its own cost; ours 40."""
-    figures = by_name(summarize(CASE, raw(0.085, 0.040, folk_s=0.050), True, 2))
+    figures = by_name(summarize(CASE, raw(0.085, 0.040, folk_s=0.050)))
     expected = {
         "ideal step": 32.0,
         "stock DDP step": 85.0,
@@ -115,14 +115,14 @@ def test_figures_of_a_case_by_hand() -> None:
 @pytest.mark.parametrize(("ours_s", "saved", "net"), [(0.0319, 1, 1), (0.0325, 0, 1), (0.0335, 0, 0)])
 def test_goals_missed_are_told(ours_s: float, saved: int, net: int) -> None:
     """DDP at its theoretical 80 ms: 60 % saved is 32 ms, 0.97 of the ideal is 33 ms."""
-    figures = by_name(summarize(CASE, raw(0.080, ours_s), True, 2))
+    figures = by_name(summarize(CASE, raw(0.080, ours_s)))
     assert figures["time saved over DDP"]["holds"] is bool(saved)
     assert figures["fraction of ideal, net"]["holds"] is bool(net)
     assert figures["time saved over DDP"]["goal"] == ">= 60"
 
 
 def test_a_wrong_gradient_is_told() -> None:
-    figures = by_name(summarize(CASE, raw(0.085, 0.040, error=1e-11), True, 2))
+    figures = by_name(summarize(CASE, raw(0.085, 0.040, error=1e-11)))
     assert figures[EXACTNESS]["value"] == 1e-11 and figures[EXACTNESS]["holds"] is False
 
 
@@ -132,7 +132,7 @@ def test_a_swap_ends_the_steady_state_and_is_counted_from_itself() -> None:
     after = {"late": [IDEAL] * 3 + [[8, 32]], "soon": [IDEAL] * 2 + [[8, 32]] * 2}
     for name, steps in (("late", 3), ("soon", 2)):
         data = raw(0.085, 0.040, samples=[[IDEAL] * 4 + after[name]] * 3)
-        figures = by_name(summarize(case, data, True, 2))
+        figures = by_name(summarize(case, data))
         swap = figures["steps to 5% of ideal after swap"]
         assert (swap["value"], swap["holds"]) == (steps, steps <= 2)
         assert figures["our step"]["value"] == pytest.approx(400.0)  # of steps 2 and 3, which raw makes slow
@@ -180,7 +180,8 @@ def test_the_report_is_two_files_and_a_table(
     monkeypatch.setattr("sys.argv", ["prog", "--quick"])
     folder = tmp_path / "balanced"  # the name of a benchmark, whose code the report is of
     repeats = {"case": {"steps_s": [0.1]}}
-    write_results(folder, title="A claim", figures=FIGURES, raw=repeats, notes="Read this.")
+    load = {"before": 0.25, "after": 1.0}
+    write_results(folder, title="A claim", figures=FIGURES, raw=repeats, notes="Read this.", load=load)
     report = json.loads((folder / "results.json").read_text())
     assert report["figures"] == FIGURES and report["raw"] == repeats
     assert report["command"] == "python -m benchmarks.balanced --quick"
@@ -190,6 +191,7 @@ def test_the_report_is_two_files_and_a_table(
     assert capsys.readouterr().out.strip() == text.strip()
     lines = text.splitlines()
     assert "# A claim" in lines and "Read this." in lines
+    assert report["load"] == load and lines[-1].endswith(" Other tasks at work: 0.2 before, 1.0 after.")
     assert "| met | 0.9812 |  | >= 0.97 | yes |" in lines
     assert "| missed \\| late | 3 | steps | <= 2 | **no** |" in lines
     assert "| no goal | 1.5 | ms | – | – |" in lines

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.stale import simulated
-from benchmarks.stale.cases import CASES, CONTENDERS, COSTS, FINAL_SEEDS, TUNING_CASES, TUNING_SEEDS, JitteredWork
+from benchmarks.kit.figures import geometric
+from benchmarks.stale.cases import CASES, CONTENDERS, COSTS, JitteredWork
 from benchmarks.stale.learning import BATCH, RECIPES, Learner, Training, mlp_gradient, mlp_weights, synchronous
-from benchmarks.stale.simulated import ENDS, balanced_barrier, geometric, results_of, spread
+from benchmarks.stale.simulated import ENDS, balanced_barrier, spread
 from benchmarks.stale.simulator import Costs, simulate
 from benchmarks.stale.speeds import SimulatedSpeeds
 from lightning_hetero.stale.decide.coordinator import Coordinator
@@ -103,28 +101,7 @@ def test_a_worker_may_get_nothing_only_if_allowed() -> None:
     assert least[1] == 50
 
 
-# ---- cache and table -------------------------------------------------------------------------------------
-
-
-def test_results_are_kept_and_a_torn_line_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cache" / "results.jsonl"
-    asked: list[Any] = []
-    monkeypatch.setattr(simulated, "run_one", lambda job: asked.append(job) or {"seed": job[2]})
-    jobs = [(CASES[0], CONTENDERS[0], seed, ("MLP, Adam",), 2) for seed in (0, 1)]
-    first = results_of(jobs, 1, lambda _: None, path)
-    assert sorted(r["seed"] for r in first.values()) == [0, 1]
-    assert results_of(jobs, 1, lambda _: None, path) == first
-    assert len(asked) == 2
-    lines = path.read_text().rstrip("\n")
-    path.write_text(lines[:-5])  # stopped while the last line was written
-    assert results_of(jobs, 1, lambda _: None, path) == first
-    assert len(asked) == 3
-    assert results_of(jobs, 1, lambda _: None, path) == first
-    assert len(asked) == 3
-    more = [(CASES[0], CONTENDERS[0], 0, ("MLP, momentum",), 2)]
-    results_of(more, 1, lambda _: None, path)
-    assert len(asked) == 4  # other recipes are other runs
-    assert all(json.loads(line)["result"] for line in path.read_text().splitlines()[-1:])
+# ---- table ------------------------------------------------------------------------------------------------
 
 
 def test_means_of_ratios() -> None:
@@ -148,6 +125,3 @@ def test_contenders_have_names_of_their_own_and_one_case_is_held_out() -> None:
     assert len({c.name for c in CONTENDERS}) == len(CONTENDERS)
     assert len({c.name for c in CASES}) == len(CASES)
     assert [c.name for c in CASES if c.held_out] == ["spells on 1:1:1/2:1/4"]
-    assert len(TUNING_CASES) == 3
-    assert not any(c.held_out for c in TUNING_CASES)
-    assert not set(TUNING_SEEDS) & set(FINAL_SEEDS)

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.joint.simulated.machine import Machine
-from benchmarks.joint.simulated.simulator import Rates, Run, Unchanged, simulate
-from benchmarks.joint.simulated.traces import Phase, Trace
+from benchmarks.joint.machine import Machine, Phase
 from lightning_hetero import LyapunovController
 from lightning_hetero.controller import triggers
 from lightning_hetero.controller.controller import Controller
@@ -21,6 +19,7 @@ from lightning_hetero.controller.messages import Decision, Observation, Outcome
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 from tests.pure.controller.kit import cluster_of, model_of
+from tests.pure.controller.simulated import Rates, Run, Trace, Unchanged, simulate
 
 BATCH = 32
 BUDGETED = 600  # batches

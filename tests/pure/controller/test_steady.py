@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import lightning_hetero
-from benchmarks.joint.simulated.machine import Machine
-from benchmarks.joint.simulated.traces import Phase
+from benchmarks.joint.machine import Machine, Phase
 from lightning_hetero import LyapunovController
 from lightning_hetero.controller.messages import Observation
 from lightning_hetero.pipeline.decide.plans import best_plan

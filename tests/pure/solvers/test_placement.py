@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.brute_force import BruteForce
-from benchmarks.planning.cases import Case, large_case, small_case
 from lightning_hetero.solvers.chain.chain import chain_of
 from lightning_hetero.solvers.chain.model import evaluate as evaluate_chain
 from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.types import AffineCost, Cluster, Device, GroupPlan, LayerCost, Link, ModelCost, PipelinePlan
+from tests.pure.solvers.brute_force import BruteForce
+from tests.pure.solvers.drawn_cases import Case, large_case, small_case
 
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 FREE = AffineCost(fixed_s=0.0, per_sample_s=0.0)

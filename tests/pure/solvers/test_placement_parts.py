@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planning.brute_force import BruteForce
-from benchmarks.planning.cases import small_case
 from lightning_hetero.solvers import minimax
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import GroupPlan
+from tests.pure.solvers.brute_force import BruteForce
+from tests.pure.solvers.drawn_cases import small_case
 
 
 @st.composite

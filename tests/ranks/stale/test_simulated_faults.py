@@ -1,4 +1,4 @@
-"""Random faults against server, coordinator, meetings, admission, workers on a virtual clock: `benchmarks.faults`."""
+"""Random faults against the stale engine on a virtual clock, by `tests.ranks.stale.simulated`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.cases import Case, Fault, Point, case_of
-from benchmarks.faults.simulation import Outcome, simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.transport.membership import Membership
+from tests.ranks.stale.simulated.cases import Case, Fault, Point, case_of
+from tests.ranks.stale.simulated.simulation import Outcome, simulate
 
 SCHEDULES = 120
 WITHIN = 90  # a bug must be found within so many schedules

@@ -1,1 +1,0 @@
-"""The stale engine's policies side by side: training loss against emulated time."""

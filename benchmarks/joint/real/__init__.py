@@ -1,1 +1,0 @@
-"""The online controller at work: several processes under Lightning, on emulated devices that change."""

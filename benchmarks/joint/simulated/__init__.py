@@ -1,1 +1,0 @@
-"""The online controller at work without hardware: changing clusters, batches operation by operation."""

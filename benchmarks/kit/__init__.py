@@ -1,0 +1,1 @@
+"""What all benchmarks are made of: figures, one runner, the starting of ranks, trainings on emulated devices."""

@@ -1,1 +1,0 @@
-"""Which orders and sizes `Narx` has, and where it pays: see `python -m benchmarks.narx --help`."""

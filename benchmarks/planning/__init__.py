@@ -1,1 +1,0 @@
-"""What plans and schedules are worth, on modelled pipelines: no process, no network."""

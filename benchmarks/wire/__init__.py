@@ -1,1 +1,0 @@
-"""Messages between two stages of a pipeline, beside the same bytes by gloo alone."""
