@@ -12,7 +12,7 @@ from benchmarks.kit.figures import Figure, markdown, named
 from lightning_hetero.shares.policy import BalancePolicy
 
 DEFAULT = str(inspect.signature(BalancePolicy).parameters["predictor"].default)
-PREDICTORS = ("last", "ewma", "kalman", "curve", "narx")
+PREDICTORS = ("last", "ewma", "kalman", "narx")
 LAGS, STEPS, SEEDS = (0, 4), 400, 10
 WITHIN, NEVER = 1.03, 1.02  # of the best predictor's time, of equal shares' time
 NOTES = (
