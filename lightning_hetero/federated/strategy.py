@@ -20,10 +20,10 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.base.metrics import is_mean
 from lightning_hetero.checked import real
 from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
-from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
@@ -122,7 +122,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         return FederatedRun(trainer, self, self.settings, self._invitation)
 
     @property
-    def _meetings(self) -> Clients | None:
+    def _meetings(self) -> RunMeetings | None:
         clients = None if self._run is None else self._run.clients
         return clients if clients is not None and clients.open else None
 

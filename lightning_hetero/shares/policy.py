@@ -80,6 +80,7 @@ class BalancePolicy:
         self._expected: tuple[tuple[float, ...], list[float]] = (), []  # samples, and times of these [s]
         self._loads: list[tuple[float, float]] = []  # told with the last record
         self.cut_by_cost = False
+        self._began: tuple[int, ShareBounds, int] = 0, ShareBounds(), 1  # the total, bounds and quantum of all ranks
 
     @property
     def lag(self) -> int:
@@ -114,6 +115,25 @@ class BalancePolicy:
         Raises:
             ValueError: the bounds admit no split.
         """
+        self._began = total, bounds, quantum
+        self._start(world_size, total, bounds, quantum)
+
+    def go_on_among(self, ranks: Sequence[int], known: Sequence[Learned | None]) -> None:
+        """Divides among these of the ranks that it began with, within their bounds unless these admit no split.
+
+        Args:
+            ranks: ascending.
+            known: of each, see `recall`.
+        """
+        self._predictors, self._restored, self.limits = [], None, ShareLimits()
+        self.recall(known)
+        total, bounds, quantum = self._began
+        with suppress(ValueError):
+            self._start(len(ranks), total, bounds.among(ranks), quantum)
+            return
+        self._start(len(ranks), total, replace(bounds, lower=None, upper=None), quantum)
+
+    def _start(self, world_size: int, total: int, bounds: ShareBounds, quantum: int) -> None:
         self.limits.start(*bounds.resolve(world_size, total, quantum), total=total, quantum=quantum, least=bounds.least)
         self._expected = (), []
         self.work = WorkPerSample()

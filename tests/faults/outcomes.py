@@ -83,8 +83,9 @@ def _goes_on(cell: Cell) -> bool:
     gone, options = cell.fault.gone, cell.asked.get("options", {})
     if cell.launcher == "torchrun" or (0 in gone and cell.launcher != "SLURM"):
         return False
-    if cell.engine == "federated":
-        return 0 not in gone and cell.ranks - len(gone) >= options.get("min_clients", cell.ranks)
+    if cell.engine in ("balanced", "federated"):
+        least = options.get("min_clients", options.get("min_ranks", cell.ranks))
+        return 0 not in gone and cell.ranks - len(gone) >= least
     return cell.engine == "stale"
 
 
@@ -97,7 +98,7 @@ def _death(cell: Cell) -> Expected:
         return Expected("survived", dead=gone)
     # without rank 0 the others of the stale engine have some seconds to end, which may do for the rest of the training
     alone = cell.engine == "stale" and 0 in gone and cell.launcher in OURS
-    few = "|min_clients" if cell.asked.get("options", {}).get("min_clients") else ""
+    few = "".join(f"|{name}" for name in ("min_clients", "min_ranks") if name in cell.asked.get("options", {}))
     went_on = "|rank 0 died" if alone else ""
     return Expected("ended", gone, cause=f"{SILENT}|{KILLED}{few}{went_on}", named=named(gone), alone=alone)
 
@@ -153,6 +154,8 @@ def _stopped(cell: Cell) -> Expected:
         return Expected("survived", cell.fault.hit, long_s)
     if cell.launcher == "torchrun":
         long_s += 30.0  # which it leaves to ranks that it has told to end
+    elif "min_ranks" in cell.asked.get("options", {}):
+        return Expected("survived", cell.fault.hit, long_s + 30.0)  # the silence of one that is left out
     return Expected("ended", cell.fault.hit, long_s, cause=_alone_said(), named=named(cell.fault.hit))
 
 

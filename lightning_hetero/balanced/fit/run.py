@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
+from lightning_hetero.balanced.fit.lost_ranks import SurvivingStep
 from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.signals import SignalsTogether
@@ -23,7 +24,10 @@ from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
-from lightning_hetero.base.run import EngineRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.base.elastic.exchange import ElasticExchange
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.elastic.run_meetings import MeetingPoints, MeetingRun, RunMeetings
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
@@ -38,8 +42,10 @@ from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.transport.side_channel import PartChannel
 from lightning_hetero.types import StepReport
 
+_LIVENESS_S = 30.0  # silence after which a rank is left out; one whose process ends is at once
 
-class BalancedRun(EngineRun[BalancedBinder]):
+
+class BalancedRun(MeetingRun[BalancedBinder]):
     """One fit on one rank: the bound loaders, the stopwatch and the weight of the current batch.
 
     Args:
@@ -70,7 +76,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.policy = self.rebalancer.policy or settings.policy
         shared, timeout = strategy.shared, strategy.timeout
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
-        own = "bounds", "learns", "quantum", "stream", "exchange_every"
+        own = "bounds", "learns", "quantum", "stream", "exchange_every", "min_ranks"
         agreed = {name: repr(getattr(settings, name)) for name in own} | {
             "sample_costs": costs_digest(settings.sample_costs),
             "global_batch_size": str(shared.global_batch_size),
@@ -82,10 +88,16 @@ class BalancedRun(EngineRun[BalancedBinder]):
             "stock": repr(sorted(strategy.agreed.items())),
             **self.policy.settings(),
         }
+        loses = isinstance(strategy, ElasticDDPStrategy)
+        self.members = strategy.members if loses else Members(trainer.global_rank, trainer.world_size)
         super().__init__(trainer, timeout=timeout, settings=agreed)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
-        channel = self.channel if members == 1 else PartChannel(self.channel, members)
+        exchange: ElasticExchange | None = None
+        if loses and settings.min_ranks is not None:
+            exchange = self._lose_ranks(trainer, strategy, settings.min_ranks)
+        small = exchange or self.channel
+        channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
         earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
         self.binder = BalancedBinder(
@@ -113,7 +125,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.cap = MemoryCap(careful=own_device.asynchronous or settings.learns)
         self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))
         self.undo.callback(self.probe.detach)
-        self.times = StepTimes(self.binder, self.probe, self.channel, self.events, self.cap, own_device)
+        self.times = StepTimes(self.binder, self.probe, small, self.events, self.cap, own_device)
         self.undo.callback(self.times.compiles.close)
         self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
         self._trained = Trained(trainer)
@@ -123,8 +135,28 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.fitting and compat.requeues(trainer):
             requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(requeue.close)
-        self.signals = SignalsTogether(trainer, self.channel, requeue)
+        self.signals = SignalsTogether(trainer, small, requeue)
         self.undo.callback(self.signals.undo)
+        self._survivors: SurvivingStep | None = None  # where ranks may be lost
+        if exchange is not None:
+            self._survivors = SurvivingStep(trainer, self.members, exchange, self.binder, shared.loss_reduction)
+
+    def _lose_ranks(self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], least: int) -> ElasticExchange:
+        """Ranks may be lost: they exchange what they exchange so that others go on.
+
+        Raises:
+            ValueError: what this fit trains could not be kept exact then.
+        """
+        if not self.module.automatic_optimization:
+            raise ValueError("min_ranks needs automatic optimization: a step by hand cannot be made again in part")
+        if strategy.shared.weight_in(self.module) is not None:
+            raise ValueError("min_ranks with batch_weight: what a lost rank's batch counts is lost with it; drop one")
+        self.clients = RunMeetings(
+            trainer, strategy, self, None, least=least, asked_by="min_ranks", liveness_s=_LIVENESS_S
+        )
+        self.undo.callback(MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
+        rank, world = trainer.global_rank, trainer.world_size
+        return ElasticExchange(self.clients, self.channel, self.failures, rank=rank, world_size=world)
 
     def keeps_sigterm(self) -> bool:
         return self.signals.keeps_sigterm()
@@ -169,7 +201,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
     @property
     def shares(self) -> tuple[int, ...]:
         controller = self.binder.controller
-        return () if controller is None else controller.policy.shares
+        return () if controller is None else controller.shares
 
     def step_report(self) -> StepReport | None:
         controller = self.binder.controller
@@ -291,6 +323,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def backward(self, loss: Tensor, run: Callable[[Tensor], None], holders: Sequence[Tensor]) -> None:
         """Weighs a loss and differentiates it with ``run``, in pieces if memory is short; see `Recovery.backward`."""
         weighted = self.weigh(loss)
+        if self._survivors is not None:
+            self._survivors.begin()
         if self._recovery is None:
             run(weighted)
         else:
@@ -299,6 +333,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self._voided.pop()()
         if self.part is None:
             return
+        if self._survivors is not None:
+            self._survivors.end(self.part)
         self.probe.exchanged()
         if self.automatic:
             self.times.note()
@@ -315,6 +351,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def exchanges_gradients(self) -> bool:
         """Whether the ranks' gradients meet at the end of the backward pass that runs."""
+        if self._survivors is not None:
+            return True
         return isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
 
     def step_over(self) -> None:

@@ -25,6 +25,7 @@ class BalanceSettings:
     stream: StreamMode | None = None
     exchange_every: int | None = None
     sample_costs: Sequence[float] | None = field(default=None, repr=False)
+    min_ranks: int | None = None
 
     def without_effect(self) -> str:
         """Says which arguments were given and have no effect on equal parts; empty: none."""

@@ -226,9 +226,9 @@ class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
             return collective()
         if self._in_step():
             raise RuntimeError(
-                f"a collective ({what}) inside training_step: ranks train different numbers of batches here, so they"
-                " do not meet within one. Move it to on_train_epoch_end or validation, or use"
-                " strategy='hetero_balanced'"
+                f"a collective ({what}) inside training_step, in which ranks do not meet where one may be lost or train"
+                " on fewer batches. Move it to on_train_epoch_end or validation, or use strategy='hetero_balanced'"
+                " without min_ranks"
             )
         with self.waiting_for_peers():
             return meetings.together(what, collective)

@@ -73,6 +73,7 @@ class Meetings:
     Attributes:
         trainer, place: as given.
         changed: called when other ranks take part, with those that did before.
+        catch_up: called in new groups; a collective of those who have met.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Meetings:
     ) -> None:  # fmt: skip
         self.trainer, self.place = trainer, place
         self.changed: list[Callable[[tuple[int, ...]], None]] = []
+        self.catch_up: Callable[[Met], None] = lambda _: None
         self._members, self._channel = members, channel
         self._backend, self._timeout, self._silence_s = backend, timeout or default_pg_timeout, silence_s
         self._short = min(self._timeout, timedelta(seconds=collective_s))
@@ -108,13 +110,43 @@ class Meetings:
             met = self.heard(meet(what, sound=not self._broken))
             if met.sound and met.alive == self._members.alive:
                 break
-            self.regroup(met.alive, self.place.meetings)
-            what, meet = "process groups are made again", self.place.meet
+            self._anew(met)
+            meet = self.place.meet
         else:
-            raise RuntimeError(
-                f"ranks {list(self._members.alive)} live, and no process group can be made of them: look for a firewall"
-                " between them"
-            )
+            raise self._impossible()
+        self._tell()
+
+    def lost(self) -> None:
+        """Inside an ``except`` block: contact was lost in a collective that is made outside of `together`.
+
+        Returns when this rank has a new group, of those that live. Others may be elsewhere: at the next meeting.
+
+        Raises:
+            RuntimeError: no group can be made of them.
+        """
+        self._break()
+        for _ in range(_TRIES + self._members.world_size):
+            self._anew(self.heard(self.place.meet("contact was lost", sound=False)))
+            if not self._broken:
+                self._tell()
+                return
+        raise self._impossible()
+
+    def _anew(self, met: Met) -> None:
+        """Makes groups of those who have met, and has who is a step behind go on."""
+        if not self.regroup(met.alive, self.place.meetings):
+            try:
+                self.catch_up(met)
+            except RuntimeError:
+                self._break()
+
+    def _impossible(self) -> RuntimeError:
+        return RuntimeError(
+            f"ranks {list(self._members.alive)} live, and no process group can be made of them: look for a firewall"
+            " between them"
+        )
+
+    def _tell(self) -> None:
         before, self._told = self._told, self._members.alive
         if before != self._told:
             for tell in self.changed:
