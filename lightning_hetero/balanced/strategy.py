@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.lightning_compat.patches import patched
 
@@ -91,6 +92,16 @@ class LoadBalancedStrategy(BalancingStrategy, ElasticDDPStrategy[BalancedRun]):
         if self.can_lose_ranks():
             self.find_nodes()
         return super().begin(trainer)
+
+    @property
+    def invitation(self) -> Invitation | None:
+        return self._invitation
+
+    def process_dataloader(self, dataloader: object) -> object:
+        found, run = super().process_dataloader(dataloader), self._run
+        if run is not None and run.clients is not None and run.clients.joining and run.trainer.training:
+            run.clients.admission.come_in()
+        return found
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None and self.can_lose_ranks():

@@ -37,6 +37,7 @@ from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAdd
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.05
+_SOON = 100  # first signs of life, quick ones until the host takes a line
 _BEATS = 10  # signs of life within `liveness_s`, but one per second at least
 _WITHOUT = "the others go on without it, {} ranks"
 
@@ -303,9 +304,9 @@ class GuestRollCall(RollCall):
                 if self._line is None and self._store.address is not None:
                     with suppress(OSError):  # then silence tells
                         self._line = guest_line(self._store.address.host, self._own_name, self._store.ask)
-                if self._left.wait(self._beat_s):
+                soon = self._line is None and sign < _SOON
+                if self._left.wait(min(_PAUSE_S, self._beat_s) if soon else self._beat_s):
                     break
-        self._end_line()
 
     def _end_line(self) -> None:
         if self._line is not None:

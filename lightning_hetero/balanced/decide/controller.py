@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_hetero.shares.policy import BalancePolicy, Learned, ShareDecision
 from lightning_hetero.types import SpeedSample, StepReport
@@ -252,7 +252,7 @@ class ShareController:
         rows = Rows(everyone)
         self._check(tag, rows)
         if self.loses and present != self.present:
-            self._divide_among(present)
+            self.divide_among(present)
             return
         if (members := len(everyone) // self.world_size) > 1:
             rows = Rows([slowest(everyone[i : i + members]) for i in range(0, len(everyone), members)])
@@ -262,12 +262,32 @@ class ShareController:
         if limited is not None:
             self.news.append(limited)
 
-    def _divide_among(self, ranks: tuple[int, ...]) -> None:
+    def divide_among(self, ranks: tuple[int, ...]) -> None:
         """Other ranks are there: divides among these, with what was learned of each, also of one that was away."""
-        self._known |= {rank: self.policy.learned(i) for i, rank in enumerate(self.present)}
+        self.drain()
+        self._known = self._learned()
         self.present, self._late = ranks, None
         self.policy.go_on_among(ranks, [self._known.get(rank) for rank in ranks])
         self.news.append(ShareDecision(shares=self.shares, changed=True, reason="other ranks are there"))
+
+    def _learned(self) -> dict[int, Learned | None]:
+        return self._known | {rank: self.policy.learned(i) for i, rank in enumerate(self.present)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a rank needs that joins now, as plain types; takes in what is known."""
+        self.drain()
+        return {"decided": dict(self._decided), "known": self._learned()}
+
+    def join(self, state: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
+        """Goes on, in a rank that joins, as the others do with `divide_among`.
+
+        Args:
+            state: theirs, see `state_dict`.
+            ranks: with this one.
+        """
+        self._decided, self._known = dict(state["decided"]), dict(state["known"])
+        self.present = ranks
+        self.policy.go_on_among(ranks, [self._known.get(rank) for rank in ranks])
 
     def _stood_in(self, rows: Rows, short: Sequence[bool]) -> Rows:
         """Returns rows in which ranks whose streams end have their share in the expected time.

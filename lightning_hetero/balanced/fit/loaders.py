@@ -84,6 +84,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[Any] = ()
         self._several = False
+        self.joins: tuple[Mapping[str, Any], tuple[int, ...]] | None = None  # others' controller, and who takes part
         self._own = False  # whether parts are equal because data belong to their rank
         # By batches of the epoch: the samples of each rank's own stream that so many have used; the latest two.
         self._used: dict[int, list[int]] = {}
@@ -314,6 +315,9 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.controller = ShareController(
             self.policy, rank=rank, world_size=world, lag=lag, exchange=exchange, loses=loses
         )
+        if self.joins is not None:
+            self.controller.join(*self.joins)
+            self.joins = None
         self._layout = layout
         if self.settings.quantum == "auto" and primary.sizes.quantum > 1:
             rank_zero_info(

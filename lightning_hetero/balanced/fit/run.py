@@ -26,6 +26,7 @@ from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.exchange import ElasticExchange
+from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.elastic.run_meetings import MeetingPoints, MeetingRun, RunMeetings
 from lightning_hetero.base.strategy import HeteroStrategy
@@ -34,6 +35,7 @@ from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import costs_digest
+from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import too_few
@@ -53,6 +55,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         strategy: that of the trainer.
         settings: the arguments that only this engine has.
         members: ranks that train on the same part of a batch, neighbours.
+        invitation: into a run of others.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -68,8 +71,9 @@ class BalancedRun(MeetingRun[BalancedBinder]):
     engine = "balanced"
 
     def __init__(
-        self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1
-    ) -> None:
+        self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1,
+        invitation: Invitation | None = None,
+    ) -> None:  # fmt: skip
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
@@ -90,12 +94,13 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         }
         loses = isinstance(strategy, ElasticDDPStrategy)
         self.members = strategy.members if loses else Members(trainer.global_rank, trainer.world_size)
-        super().__init__(trainer, timeout=timeout, settings=agreed)
+        joins = None if invitation is None else invitation.store
+        super().__init__(trainer, timeout=timeout, settings=None if invitation else agreed, store=joins)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         exchange: ElasticExchange | None = None
         if loses and settings.min_ranks is not None:
-            exchange = self._lose_ranks(trainer, strategy, settings.min_ranks)
+            exchange = self._lose_ranks(trainer, strategy, settings.min_ranks, invitation)
         small = exchange or self.channel
         channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
@@ -135,13 +140,16 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         if self.fitting and compat.requeues(trainer):
             requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(requeue.close)
-        self.signals = SignalsTogether(trainer, small, requeue)
+        self.signals = SignalsTogether(trainer, small, requeue, begins=self._let_in)
         self.undo.callback(self.signals.undo)
         self._survivors: SurvivingStep | None = None  # where ranks may be lost
+        self._exchange = exchange
         if exchange is not None:
             self._survivors = SurvivingStep(trainer, self.members, exchange, self.binder, shared.loss_reduction)
 
-    def _lose_ranks(self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], least: int) -> ElasticExchange:
+    def _lose_ranks(
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], least: int, invitation: Invitation | None
+    ) -> ElasticExchange:
         """Ranks may be lost: they exchange what they exchange so that others go on.
 
         Raises:
@@ -152,7 +160,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         if strategy.shared.weight_in(self.module) is not None:
             raise ValueError("min_ranks with batch_weight: what a lost rank's batch counts is lost with it; drop one")
         self.clients = RunMeetings(
-            trainer, strategy, self, None, least=least, asked_by="min_ranks", liveness_s=_LIVENESS_S
+            trainer, strategy, self, invitation, least=least, asked_by="min_ranks", liveness_s=_LIVENESS_S
         )
         self.undo.callback(MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
         rank, world = trainer.global_rank, trainer.world_size
@@ -189,9 +197,29 @@ class BalancedRun(MeetingRun[BalancedBinder]):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
+        if self.clients is not None and self.clients.joining:
+            self.clients.roll.steps, self.binder.joins = state["exchanges"], (state["controller"], self.present)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.binder.state_dict()
+        state, controller = self.binder.state_dict(), self.binder.controller
+        if self.clients is not None and self.clients.admits and controller is not None:
+            state |= {"exchanges": self.clients.roll.steps, "controller": controller.state_dict()}
+        return state
+
+    def _let_in(self) -> None:
+        """Before a batch, all ranks: takes in those that have come again, where all gradients are applied."""
+        clients, exchange, trainer = self.clients, self._exchange, self.trainer
+        if clients is None or exchange is None or not exchange.asked:
+            return
+        batch, controller = compat.upcoming_batch(trainer), self.binder.controller
+        if not batch or batch % trainer.accumulate_grad_batches or controller is None:
+            return
+        exchange.asked = False
+        with patched(clients, "admits", True):
+            clients.admission.look()
+        clients.admission.admit()
+        if self.present != controller.present:
+            controller.divide_among(self.present)
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

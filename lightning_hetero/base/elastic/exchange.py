@@ -29,7 +29,7 @@ from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.side_channel import SideChannel
 
 _LOOK_S = 0.25  # from one look for lost ranks to the next
-_HERE, _PLACE, _SAMPLES, _FREE = range(4)  # what a row begins with
+_HERE, _PLACE, _SAMPLES, _ASKS, _FREE = range(5)  # what a row begins with
 
 
 class _Slot:
@@ -52,12 +52,13 @@ class ElasticExchange:
 
     Attributes:
         rank, world_size: as given.
+        asked: a rank that was lost wants to join; known to all alike.
     """
 
     def __init__(
         self, meetings: RunMeetings, channel: SideChannel, failures: FailureBoard, *, rank: int, world_size: int
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.asked = rank, world_size, False
         self._meetings, self._side, self._failures = meetings, channel, failures
         self._slots: list[_Slot] = []
         self._sent: list[Tensor] = []  # of the exchange that is under way
@@ -68,6 +69,8 @@ class ElasticExchange:
 
     def all_gather_object(self, value: object) -> list:
         """Gathers any picklable object of those that are there; blocking."""
+        if self._meetings.joining:  # the others have compared theirs when they began
+            return [value] * self.world_size
         return self._together("objects", lambda: self._side.all_gather_object(value))
 
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
@@ -115,8 +118,8 @@ class ElasticExchange:
             own, tensors = fill()
             layout = place, [len(slot.row) for slot in slots], [(str(t.dtype), t.numel()) for t in tensors]
             rows = torch.zeros(self.world_size, _FREE + sum(layout[1]), dtype=torch.float64)
-            numbers = [1.0, float(zlib.crc32(repr(layout).encode())), float(own), *(x for s in slots for x in s.row)]
-            rows[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+            head = 1, zlib.crc32(repr(layout).encode()), own, self._meetings.admission.asked()
+            rows[self.rank] = torch.tensor([*map(float, head), *(x for s in slots for x in s.row)], dtype=torch.float64)
             self._sent = [rows, *tensors]
             try:
                 self._got(made, self._summed())
@@ -173,7 +176,7 @@ class ElasticExchange:
             )
         if (found := sum(row[_SAMPLES] for row in here)) != samples:
             raise RuntimeError(f"{found:.0f} of {samples} samples at {place}; this is a bug of lightning_hetero")
-        at = _FREE
+        self.asked, at = any(row[_ASKS] for row in here), _FREE
         for slot in slots:
             end = at + len(slot.row)
             slot.of_all = [row[at:end] if row[_HERE] else [math.nan] * len(slot.row) for row in rows]

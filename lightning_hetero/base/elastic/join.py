@@ -202,6 +202,12 @@ class JoinRequests:
             return f"no rank can come again into this run, as the ranks' first meeting place is closed: {error}"
         return ""
 
+    def any_asks(self, ranks: Sequence[int]) -> bool:
+        """Returns whether one of the ranks has asked; it may have gone."""
+        with suppress(RuntimeError):
+            return self._store is not None and any(self._store.check([f"{_ASKS}/{rank}"]) for rank in ranks)
+        return False
+
     def asking(self, ranks: Sequence[int]) -> list[int]:
         """Returns which of the ranks wait for an invitation, and answer when they are called."""
         store = self._store

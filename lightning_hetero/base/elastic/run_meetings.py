@@ -39,6 +39,7 @@ class RunMeetings(Meetings):
 
     Attributes:
         open: training has begun, and is not over.
+        admits: what is saved now is for a rank that comes again.
         admission: lets in ranks that come again.
         roll: where they meet.
     """
@@ -49,6 +50,7 @@ class RunMeetings(Meetings):
     ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
         members, store, self.open, self._why = strategy.members, run.store, False, ""
+        self.admits = False
         patience, since = strategy.timeout or timedelta(minutes=30), dict.fromkeys(members.alive, 0)
         waits: dict[str, Any] = {
             "liveness_s": liveness_s, "patience_s": patience.total_seconds(), "check": run.failures.check
@@ -67,6 +69,11 @@ class RunMeetings(Meetings):
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         requests = JoinRequests(strategy.cluster_environment)
         self.admission = Admission(trainer, self, members, requests, store=store, generation=generation)
+
+    @property
+    def joining(self) -> bool:
+        """Whether this rank is on its way into a run of others."""
+        return self._members.joining
 
     def heard(self, met: Met) -> Met:
         self._why = "; ".join(met.notices) or self._why
