@@ -20,13 +20,24 @@ _PORT, _LINE = "lines", "line/"
 _TOKEN_BYTES = 32  # of hexadecimal digits
 _STRANGERS = 64  # connections that have not said a token, at most
 _CONNECT_S = 5.0
+_ports: set[int] = set()
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def not_inherited(port: int) -> None:
+    """Processes that are forked from now on leave a port on which this one listens to it: it may listen there anew."""
+    _ports.add(port)
 
 
 def _close_inherited() -> None:
     """A DataLoader worker that was forked would hold its parent's line open after the parent's death."""
     for line in list(_open):
         line.close()
+    for name in os.listdir("/proc/self/fd") if _ports and os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as held:
+            listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and held.getsockname()[1] in _ports:
+                os.close(int(name))
 
 
 if hasattr(os, "register_at_fork"):

@@ -214,7 +214,10 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         batch, controller = compat.upcoming_batch(trainer), self.binder.controller
         if not batch or batch % trainer.accumulate_grad_batches or controller is None:
             return
-        exchange.asked = False
+        exchange.asked, bound = False, self.binder.primary
+        if bound is None or bound.spec.kind == "sampler":
+            self.members.warn_once("a rank wants to join, and cannot: the loader has its own sampler, drawn by rank 0")
+            return
         with patched(clients, "admits", True):
             clients.admission.look()
         clients.admission.admit()

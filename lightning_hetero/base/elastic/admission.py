@@ -33,7 +33,7 @@ COME_S = 20.0
 """For somebody who has just answered, and is heard of, to come to the new group [s]."""
 _LOAD_S = 10.0  # for the silence of a joining rank while it loads what it resumes from
 _LOOK_S = 0.1
-_NEXT_LOOK_S = 1.0
+_NEXT_LOOK_S = 0.25
 _COMES = "somebody comes"
 
 
@@ -81,7 +81,7 @@ class Admission:
             self._members.warn_once(reason)
 
     def asked(self) -> bool:
-        """Whether a rank that is missing may want to join; on the lowest rank, looked for once a second at most."""
+        """Whether a rank that is missing may want to join; on the lowest rank, looked for not in every batch."""
         now_s = awake_s()
         if not (self._members.missing and self._members.is_lowest) or now_s < self._look_s:
             return False

@@ -123,8 +123,10 @@ class ElasticExchange:
             self._sent = [rows, *tensors]
             try:
                 self._got(made, self._summed())
+                break
             except RuntimeError:
-                self._meetings.lost()
+                self._meetings.leave()
+            self._meetings.meet_again()  # outside of the handler, which keeps the old group, and its store, alive
         return self._read(place, slots, samples)
 
     def _summed(self) -> list[Tensor]:

@@ -116,15 +116,14 @@ class Meetings:
             raise self._impossible()
         self._tell()
 
-    def lost(self) -> None:
-        """Inside an ``except`` block: contact was lost in a collective that is made outside of `together`.
+    def meet_again(self) -> None:
+        """After `leave`, where a collective was made outside of `together`; others may be elsewhere, at a meeting.
 
-        Returns when this rank has a new group, of those that live. Others may be elsewhere: at the next meeting.
+        Returns when this rank has a new group, of those that live.
 
         Raises:
             RuntimeError: no group can be made of them.
         """
-        self._break()
         for _ in range(_TRIES + self._members.world_size):
             self._anew(self.heard(self.place.meet("contact was lost", sound=False)))
             if not self._broken:
@@ -138,7 +137,7 @@ class Meetings:
             try:
                 self.catch_up(met)
             except RuntimeError:
-                self._break()
+                self.leave()
 
     def _impossible(self) -> RuntimeError:
         return RuntimeError(
@@ -177,7 +176,7 @@ class Meetings:
                 self._wait_at_most(self._timeout)
             except RuntimeError as failed:
                 made.clear()
-                self._break()
+                self.leave()
                 error = failed
             if self.heard(self.place.meet(f"{what}: made", sound=bool(made))).sound:
                 return made[0]
@@ -216,7 +215,7 @@ class Meetings:
             store = reach_store(address.host, address.port)
             self.rebuild(store, generation, meeting_s=meeting_s or self._silence_s, living=living or self.place.alive)
         except RuntimeError as error:
-            self._break()
+            self.leave()
             return str(error)
         self._broken = False
         return ""
@@ -245,7 +244,7 @@ class Meetings:
                 shrink_sampler(loader, members.alive, members.rank)
         compat.count_val_batches(self.trainer)
 
-    def _break(self) -> None:
+    def leave(self) -> None:
         """Inside an ``except`` block: a rank that waits for this one in a group fails now."""
         self._broken = True
         self._channel.leave()

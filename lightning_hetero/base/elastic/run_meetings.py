@@ -18,6 +18,7 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.run import Binder
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 from lightning_hetero.transport.groups import group_members
+from lightning_hetero.transport.lines import not_inherited
 from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, RollCall
 
@@ -56,6 +57,7 @@ class RunMeetings(Meetings):
             "liveness_s": liveness_s, "patience_s": patience.total_seconds(), "check": run.failures.check
         }  # fmt: skip
         if invitation is None and members.is_lowest:
+            not_inherited(strategy.cluster_environment.main_port)  # torch's store, which goes with the first group
             members.hosted = store.kept  # the groups that are made through it live on after the fit
             self.roll: RollCall = HostRollCall(store, members.rank, since, least=least, asked_by=asked_by, **waits)
         else:
