@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
-from lightning_hetero.base.elastic.join import Invitation
-from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.lightning_compat.patches import patched
 
 
@@ -69,11 +67,6 @@ class LoadBalancedStrategy(BalancingStrategy, ElasticDDPStrategy[BalancedRun]):
     engine = "balanced"
     _stepping = False  # inside training_step
 
-    @property
-    def _meetings(self) -> RunMeetings | None:
-        clients = None if self._run is None else self._run.clients
-        return clients if clients is not None and clients.open else None
-
     def can_lose_ranks(self) -> bool:
         return self.settings.min_ranks is not None
 
@@ -92,10 +85,6 @@ class LoadBalancedStrategy(BalancingStrategy, ElasticDDPStrategy[BalancedRun]):
         if self.can_lose_ranks():
             self.find_nodes()
         return super().begin(trainer)
-
-    @property
-    def invitation(self) -> Invitation | None:
-        return self._invitation
 
     def process_dataloader(self, dataloader: object) -> object:
         found, run = super().process_dataloader(dataloader), self._run

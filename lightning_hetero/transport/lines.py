@@ -56,7 +56,7 @@ class HostLines:
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
         _open.add(self._listener)
-        self._new: list[tuple[socket.socket, bytes]] = []
+        self._new: list[socket.socket] = []
         self._of: dict[str, socket.socket] = {}
         store.set(_PORT, str(self._listener.getsockname()[1]))
 
@@ -67,37 +67,31 @@ class HostLines:
                 line, _ = self._listener.accept()
                 line.setblocking(False)
                 _open.add(line)
-                self._new.append((line, b""))
+                self._new.append(line)
         names = list(names)
         if self._new:
             tokens = {store.get(f"{_LINE}{name}"): name for name in names if name not in self._of}
-            heard = [self._heard(line, said, tokens) for line, said in self._new]
-            self._new = [one for one in heard if one is not None][-_STRANGERS:]
+            self._new = [line for line in self._new if self._is_new(line, tokens)][-_STRANGERS:]
         return [name for name in names if name in self._of and _read(self._of[name], 1) == b""]
 
-    def _heard(
-        self, line: socket.socket, said: bytes, tokens: dict[str | None, str]
-    ) -> tuple[socket.socket, bytes] | None:
-        """Returns a line that has not said whose it is; None: it has, or is no line."""
-        more = _read(line, _TOKEN_BYTES - len(said))
-        said += more or b""
-        if more == b"":
-            return None
-        if (name := tokens.get(said.decode(errors="replace"))) is None:
-            return line, said
-        self._of[name] = line
-        return None
+    def _is_new(self, line: socket.socket, tokens: dict[str | None, str]) -> bool:
+        """Whether a line has still to say whose it is; what says nothing of use is a stranger's, and is let go of."""
+        if (said := _read(line, _TOKEN_BYTES)) is None:
+            return True
+        if (name := tokens.get(said.decode(errors="replace"))) is not None:
+            self._of[name] = line
+        return False
 
     def close(self) -> None:
         """Ends all lines; idempotent."""
-        for line in (self._listener, *self._of.values(), *(line for line, _ in self._new)):
+        for line in (self._listener, *self._of.values(), *self._new):
             line.close()
 
 
 def _read(line: socket.socket, most: int) -> bytes | None:
     """Returns what has come; nothing if the line has ended; None: nothing has come."""
     try:
-        return line.recv(most) if most else None
+        return line.recv(most)
     except BlockingIOError:
         return None
     except OSError:

@@ -264,19 +264,16 @@ class ShareController:
 
     def divide_among(self, ranks: tuple[int, ...]) -> None:
         """Other ranks are there: divides among these, with what was learned of each, also of one that was away."""
-        self.drain()
-        self._known = self._learned()
-        self.present, self._late = ranks, None
-        self.policy.go_on_among(ranks, [self._known.get(rank) for rank in ranks])
+        self.join({"decided": self._decided, "known": self._learned()}, ranks)
+        self._late = None
         self.news.append(ShareDecision(shares=self.shares, changed=True, reason="other ranks are there"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a rank needs that joins now, as plain types; after `drain`."""
+        return {"decided": dict(self._decided), "known": self._learned()}
 
     def _learned(self) -> dict[int, Learned | None]:
         return self._known | {rank: self.policy.learned(i) for i, rank in enumerate(self.present)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a rank needs that joins now, as plain types; takes in what is known."""
-        self.drain()
-        return {"decided": dict(self._decided), "known": self._learned()}
 
     def join(self, state: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
         """Goes on, in a rank that joins, as the others do with `divide_among`.

@@ -31,7 +31,6 @@ from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
-from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.metrics import is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
@@ -114,14 +113,9 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         """Into how many parts a global batch is cut."""
         return self.world_size
 
-    @property
-    def invitation(self) -> Invitation | None:
-        """Into a run of others; None: this rank is there from the start."""
-        return None
-
     def make_run(self, trainer: Trainer) -> BalancedRun:
         """Returns what a fit is, or an evaluation."""
-        return BalancedRun(trainer, self, self.settings, invitation=self.invitation)
+        return BalancedRun(trainer, self, self.settings)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
         run = self.make_run(trainer)

@@ -26,7 +26,6 @@ from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.exchange import ElasticExchange
-from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.elastic.run_meetings import MeetingPoints, MeetingRun, RunMeetings
 from lightning_hetero.base.strategy import HeteroStrategy
@@ -55,7 +54,6 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         strategy: that of the trainer.
         settings: the arguments that only this engine has.
         members: ranks that train on the same part of a batch, neighbours.
-        invitation: into a run of others.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -71,9 +69,8 @@ class BalancedRun(MeetingRun[BalancedBinder]):
     engine = "balanced"
 
     def __init__(
-        self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1,
-        invitation: Invitation | None = None,
-    ) -> None:  # fmt: skip
+        self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1
+    ) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
@@ -92,15 +89,16 @@ class BalancedRun(MeetingRun[BalancedBinder]):
             "stock": repr(sorted(strategy.agreed.items())),
             **self.policy.settings(),
         }
-        loses = isinstance(strategy, ElasticDDPStrategy)
-        self.members = strategy.members if loses else Members(trainer.global_rank, trainer.world_size)
+        elastic = strategy if isinstance(strategy, ElasticDDPStrategy) else None
+        self.members = Members(trainer.global_rank, trainer.world_size) if elastic is None else elastic.members
+        invitation = None if elastic is None else elastic.invitation
         joins = None if invitation is None else invitation.store
         super().__init__(trainer, timeout=timeout, settings=None if invitation else agreed, store=joins)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         exchange: ElasticExchange | None = None
-        if loses and settings.min_ranks is not None:
-            exchange = self._lose_ranks(trainer, strategy, settings.min_ranks, invitation)
+        if elastic is not None and settings.min_ranks is not None:
+            exchange = self._lose_ranks(trainer, elastic, settings.min_ranks)
         small = exchange or self.channel
         channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
@@ -147,9 +145,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         if exchange is not None:
             self._survivors = SurvivingStep(trainer, self.members, exchange, self.binder, shared.loss_reduction)
 
-    def _lose_ranks(
-        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], least: int, invitation: Invitation | None
-    ) -> ElasticExchange:
+    def _lose_ranks(self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], least: int) -> ElasticExchange:
         """Ranks may be lost: they exchange what they exchange so that others go on.
 
         Raises:
@@ -160,7 +156,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         if strategy.shared.weight_in(self.module) is not None:
             raise ValueError("min_ranks with batch_weight: what a lost rank's batch counts is lost with it; drop one")
         self.clients = RunMeetings(
-            trainer, strategy, self, invitation, least=least, asked_by="min_ranks", liveness_s=_LIVENESS_S
+            trainer, strategy, self, least=least, asked_by="min_ranks", liveness_s=_LIVENESS_S
         )
         self.undo.callback(MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
         rank, world = trainer.global_rank, trainer.world_size
@@ -218,6 +214,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         if bound is None or bound.spec.kind == "sampler":
             self.members.warn_once("a rank wants to join, and cannot: the loader has its own sampler, drawn by rank 0")
             return
+        controller.drain()
         with patched(clients, "admits", True):
             clients.admission.look()
         clients.admission.admit()

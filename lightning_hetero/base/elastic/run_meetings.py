@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
-from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.base.elastic.join import FIRST_GENERATION, JoinRequests
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.run import Binder
@@ -32,7 +32,6 @@ class RunMeetings(Meetings):
         trainer: the running trainer.
         strategy: that of the trainer.
         run: of the fit.
-        invitation: into a run of others.
         least: ranks that must be left.
         asked_by: name of the argument that says so.
         liveness_s: silence after which a rank is left out [s].
@@ -46,10 +45,11 @@ class RunMeetings(Meetings):
     """
 
     def __init__(
-        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], run: ElasticRun[Any], invitation: Invitation | None,
-        *, least: int, asked_by: str, liveness_s: float, changed: Callable[[str], None] = lambda _: None,
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], run: ElasticRun[Any], *, least: int,
+        asked_by: str, liveness_s: float, changed: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
+        invitation = strategy.invitation
         members, store, self.open, self._why = strategy.members, run.store, False, ""
         self.admits = False
         patience, since = strategy.timeout or timedelta(minutes=30), dict.fromkeys(members.alive, 0)

@@ -71,7 +71,7 @@ class FederatedRun(MeetingRun[OwnBinder]):
         )
         if settings.min_clients is not None:
             self.clients = self.rounds.clients = RunMeetings(
-                trainer, strategy, self, invitation, least=settings.min_clients, asked_by="min_clients",
+                trainer, strategy, self, least=settings.min_clients, asked_by="min_clients",
                 liveness_s=settings.liveness_s, changed=self.rounds.changed,
             )  # fmt: skip
         self.binder = self.rounds.binder
