@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
+from lightning_hetero.balanced.fit.elastic_run import ElasticBalancedRun
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.lightning_compat.patches import patched
@@ -81,14 +82,15 @@ class LoadBalancedStrategy(BalancingStrategy, ElasticDDPStrategy[BalancedRun]):
         if 1 < self.world_size < least:
             raise ValueError(f"min_ranks={least} must be at most the number of ranks, {self.world_size}")
 
-    def begin(self, trainer: Trainer) -> BalancedRun:
-        if self.can_lose_ranks():
-            self.find_nodes()
-        return super().begin(trainer)
+    def make_run(self, trainer: Trainer) -> BalancedRun:
+        if not self.can_lose_ranks():
+            return super().make_run(trainer)
+        self.find_nodes()
+        return ElasticBalancedRun(trainer, self, self.settings)
 
     def process_dataloader(self, dataloader: object) -> object:
         found, run = super().process_dataloader(dataloader), self._run
-        if run is not None and run.clients is not None and run.clients.joining and run.trainer.training:
+        if isinstance(run, ElasticBalancedRun) and run.members.joining and run.trainer.training:
             run.clients.admission.come_in()
         return found
 

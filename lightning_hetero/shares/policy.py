@@ -80,7 +80,6 @@ class BalancePolicy:
         self._expected: tuple[tuple[float, ...], list[float]] = (), []  # samples, and times of these [s]
         self._loads: list[tuple[float, float]] = []  # told with the last record
         self.cut_by_cost = False
-        self._began: tuple[int, ShareBounds, int] = 0, ShareBounds(), 1  # the total, bounds and quantum of all ranks
 
     @property
     def lag(self) -> int:
@@ -115,25 +114,6 @@ class BalancePolicy:
         Raises:
             ValueError: the bounds admit no split.
         """
-        self._began = total, bounds, quantum
-        self._start(world_size, total, bounds, quantum)
-
-    def go_on_among(self, ranks: Sequence[int], known: Sequence[Learned | None]) -> None:
-        """Divides among these of the ranks that it began with, within their bounds unless these admit no split.
-
-        Args:
-            ranks: ascending.
-            known: of each, see `recall`.
-        """
-        self._predictors, self._restored, self.limits = [], None, ShareLimits()
-        self.recall(known)
-        total, bounds, quantum = self._began
-        with suppress(ValueError):
-            self._start(len(ranks), total, bounds.among(ranks), quantum)
-            return
-        self._start(len(ranks), total, replace(bounds, lower=None, upper=None), quantum)
-
-    def _start(self, world_size: int, total: int, bounds: ShareBounds, quantum: int) -> None:
         self.limits.start(*bounds.resolve(world_size, total, quantum), total=total, quantum=quantum, least=bounds.least)
         self._expected = (), []
         self.work = WorkPerSample()
@@ -154,6 +134,20 @@ class BalancePolicy:
         if known:
             self.shares = self._best(self._most()).shares or self.shares
             self._guard.decided(self.shares)
+
+    def go_on_among(self, ranks: Sequence[int], known: Sequence[Learned | None], bounds: ShareBounds) -> None:
+        """Divides among some of the ranks, ascending, of which this is known; see `recall`.
+
+        ``bounds`` are those of all ranks, which hold unless they admit no split.
+        """
+        total, quantum = self.limits.total, self.limits.quantum
+        self._predictors, self._restored, self.limits = [], None, ShareLimits()
+        self.recall(known)
+        try:
+            self.start(world_size=len(ranks), total=total, bounds=bounds.among(ranks), quantum=quantum)
+        except ValueError:
+            few = replace(bounds, lower=None, upper=None)
+            self.start(world_size=len(ranks), total=total, bounds=few, quantum=quantum)
 
     def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
         """Returns each rank's work in samples, for `predict_s`; its samples, if all cost the same."""

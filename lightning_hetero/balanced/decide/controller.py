@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, Learned, ShareDecision
 from lightning_hetero.types import SpeedSample, StepReport
 
@@ -162,20 +163,20 @@ class ShareController:
         world_size: number of parts; a row comes from each of their ranks, neighbours having the same part.
         lag: batches the loader reads ahead; the largest of all ranks and loaders.
         exchange: when to exchange.
-        loses: ranks may be lost: one that is not there has a row of NaN, and gets no samples.
 
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
         news: decisions that changed something, or have something to tell; until they are taken.
         reports: as `report`, the latest of them; until they are taken.
+        bounds: of all ranks, where one may be lost, which then has a row of NaN and gets no samples; else None.
         present: ranks that were there when the newest record that counts was exchanged.
     """
 
     def __init__(
-        self, policy: BalancePolicy, *, rank: int, world_size: int, lag: int = 0, exchange: ExchangeClock | None = None,
-        loses: bool = False,
-    ) -> None:  # fmt: skip
-        self.policy, self.rank, self.world_size, self.loses = policy, rank, world_size, loses
+        self, policy: BalancePolicy, *, rank: int, world_size: int, lag: int = 0, exchange: ExchangeClock | None = None
+    ) -> None:
+        self.policy, self.rank, self.world_size = policy, rank, world_size
+        self.bounds: ShareBounds | None = None
         self.lag = policy.lag = lag
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
@@ -248,10 +249,10 @@ class ShareController:
         tag, wait, short = self._pending.popleft()
         everyone = wait()
         present = tuple(rank for rank, row in enumerate(everyone) if not math.isnan(row[0]))
-        everyone = [everyone[rank] for rank in present] if self.loses else everyone
+        everyone = [everyone[rank] for rank in present] if self.bounds is not None else everyone
         rows = Rows(everyone)
         self._check(tag, rows)
-        if self.loses and present != self.present:
+        if self.bounds is not None and present != self.present:
             self.divide_among(present)
             return
         if (members := len(everyone) // self.world_size) > 1:
@@ -284,7 +285,8 @@ class ShareController:
         """
         self._decided, self._known = dict(state["decided"]), dict(state["known"])
         self.present = ranks
-        self.policy.go_on_among(ranks, [self._known.get(rank) for rank in ranks])
+        assert self.bounds is not None
+        self.policy.go_on_among(ranks, [self._known.get(rank) for rank in ranks], self.bounds)
 
     def _stood_in(self, rows: Rows, short: Sequence[bool]) -> Rows:
         """Returns rows in which ranks whose streams end have their share in the expected time.
@@ -327,7 +329,7 @@ class ShareController:
 
     def _check(self, tag: Tag, rows: Rows) -> None:
         everyone = list(zip(rows.epoch, rows.step, rows.digest, strict=True))
-        mine = everyone[self.rank * (len(everyone) // self.world_size)] if not self.loses else everyone[0]
+        mine = everyone[self.rank * (len(everyone) // self.world_size)] if self.bounds is None else everyone[0]
         if everyone.count(mine) != len(everyone):
             r, other = next((r, ran) for r, ran in enumerate(everyone) if ran != mine)
             ours, theirs = ("({:.0f}, {:.0f}, {:#x})".format(*ran[:2], int(ran[2])) for ran in (mine, other))

@@ -238,7 +238,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         run, mean = self._run, isinstance(tensor, Tensor) and tensor.is_floating_point() and is_mean(reduce_op)
         everyone = dist.is_initialized() and group in (None, dist.group.WORLD)
-        weighs = mean and everyone and run is not None and run.weighs_means and run.clients is None
+        weighs = mean and everyone and run is not None and run.weighs_means and not run.loses_ranks
         if run is not None and weighs and compat.batch_results_open(run.trainer):
             return weighted_mean_(tensor, run.weight.local, group)
         return super().reduce(tensor, group, reduce_op)

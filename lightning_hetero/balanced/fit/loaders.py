@@ -84,7 +84,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[Any] = ()
         self._several = False
-        self.joins: tuple[Mapping[str, Any], tuple[int, ...]] | None = None  # others' controller, and who takes part
         self._own = False  # whether parts are equal because data belong to their rank
         # By batches of the epoch: the samples of each rank's own stream that so many have used; the latest two.
         self._used: dict[int, list[int]] = {}
@@ -148,8 +147,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         if self.settings.stream == "finite":
             self._check_finite(loaders)
         finder, self.finder = self.finder, None
-        if self.settings.min_ranks is not None:
-            self._check_dealable(loaders)
         if self.equal is None:
             if finder is not None:
                 self._find_sizes(finder, loaders)
@@ -180,19 +177,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.settings = replace(self.settings, bounds=replace(bounds, upper=list(sizes)))
         self._bounds = replace(self._bounds, upper=list(sizes))
         finder.found(self._trainer, sizes, self._asked_batch)
-
-    def _check_dealable(self, loaders: Sequence[Any]) -> None:
-        """Refuses loaders of which a lost rank's samples could not be dealt out to the others."""
-        why = self.equal or ("there are several" if len(loaders) > 1 else None)
-        kind = "" if why else self.orders.inspect(loaders[0]).kind
-        if kind == "stream":
-            why = "its samples have no index, and those of a rank that is lost cannot be read by others"
-        elif kind in ("batch_sampler", "distributed_subclass") or not compat.uses_distributed_sampler(self._trainer):
-            why = "each rank draws its own samples, and those of a rank that is lost nobody else can"
-        elif costs_in(loaders[0].dataset, self.settings.sample_costs) is not None:
-            why = "its batches are cut by the samples' costs among all ranks; drop sample_costs"
-        if why is not None:
-            raise ValueError(f"min_ranks needs one train loader whose samples every rank can read. {why}")
 
     def _check_finite(self, loaders: Sequence[object]) -> None:
         why = self.equal or ("there are several" if len(loaders) > 1 else None)
@@ -231,8 +215,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         sizes = PartSizes.of(total, world, bounds, None if quantum == "auto" else quantum, self._shapes)
         if sizes.pieces > 1 and spec.kind == "stream":
             sizes = replace(sizes, pieces=1)  # refused by `resolve`
-        if sizes.pieces > 1 and self.settings.min_ranks is not None:
-            raise ValueError("min_ranks with max_samples below the global batch: raise max_samples, or lower the batch")
         if sizes.pieces > 1:
             room = sum(bounds.caps(world, sizes.quantum))
             said = (
@@ -310,14 +292,8 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.policy.cut_by_cost = self.cuts_by_cost
         bounds = primary.sizes.of_parts(least)
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
-        loses = self.settings.min_ranks is not None
-        exchange = ExchangeClock(every=1 if loses else self.settings.exchange_every)
-        self.controller = ShareController(
-            self.policy, rank=rank, world_size=world, lag=lag, exchange=exchange, loses=loses
-        )
-        if self.joins is not None:
-            self.controller.join(*self.joins)
-            self.joins = None
+        exchange = ExchangeClock(every=self.settings.exchange_every)
+        self.controller = ShareController(self.policy, rank=rank, world_size=world, lag=lag, exchange=exchange)
         self._layout = layout
         if self.settings.quantum == "auto" and primary.sizes.quantum > 1:
             rank_zero_info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
-from lightning_hetero.balanced.fit.lost_ranks import SurvivingStep
 from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.signals import SignalsTogether
@@ -24,17 +23,15 @@ from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
-from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
-from lightning_hetero.base.elastic.exchange import ElasticExchange
-from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.elastic.run_meetings import MeetingPoints, MeetingRun, RunMeetings
+from lightning_hetero.base.elastic.join import Invitation
+from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.costs import costs_digest
-from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import too_few
@@ -43,10 +40,8 @@ from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.transport.side_channel import PartChannel
 from lightning_hetero.types import StepReport
 
-_LIVENESS_S = 30.0  # silence after which a rank is left out; one whose process ends is at once
 
-
-class BalancedRun(MeetingRun[BalancedBinder]):
+class BalancedRun(EngineRun[BalancedBinder]):
     """One fit on one rank: the bound loaders, the stopwatch and the weight of the current batch.
 
     Args:
@@ -67,6 +62,8 @@ class BalancedRun(MeetingRun[BalancedBinder]):
     """
 
     engine = "balanced"
+    loses_ranks: ClassVar[bool] = False
+    binders: ClassVar[type[BalancedBinder]] = BalancedBinder
 
     def __init__(
         self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1
@@ -89,21 +86,16 @@ class BalancedRun(MeetingRun[BalancedBinder]):
             "stock": repr(sorted(strategy.agreed.items())),
             **self.policy.settings(),
         }
-        elastic = strategy if isinstance(strategy, ElasticDDPStrategy) else None
-        self.members = Members(trainer.global_rank, trainer.world_size) if elastic is None else elastic.members
-        invitation = None if elastic is None else elastic.invitation
-        joins = None if invitation is None else invitation.store
-        super().__init__(trainer, timeout=timeout, settings=None if invitation else agreed, store=joins)
+        joins = self.invitation(strategy)
+        store, said = (None, agreed) if joins is None else (joins.store, None)
+        super().__init__(trainer, timeout=timeout, settings=said, store=store)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
-        exchange: ElasticExchange | None = None
-        if elastic is not None and settings.min_ranks is not None:
-            exchange = self._lose_ranks(trainer, elastic, settings.min_ranks)
-        small = exchange or self.channel
+        small = self.small_channel(strategy, settings)
         channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
         earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
-        self.binder = BalancedBinder(
+        self.binder = self.binders(
             trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier
         )  # fmt: skip
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -138,29 +130,25 @@ class BalancedRun(MeetingRun[BalancedBinder]):
         if self.fitting and compat.requeues(trainer):
             requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(requeue.close)
-        self.signals = SignalsTogether(trainer, small, requeue, begins=self._let_in)
+        self.signals = SignalsTogether(trainer, small, requeue, begins=self.batch_begins)
         self.undo.callback(self.signals.undo)
-        self._survivors: SurvivingStep | None = None  # where ranks may be lost
-        self._exchange = exchange
-        if exchange is not None:
-            self._survivors = SurvivingStep(trainer, self.members, exchange, self.binder, shared.loss_reduction)
 
-    def _lose_ranks(self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], least: int) -> ElasticExchange:
-        """Ranks may be lost: they exchange what they exchange so that others go on.
+    def invitation(self, strategy: HeteroStrategy[Any]) -> Invitation | None:
+        """Returns that into a run of others; None: this rank is there from the start."""
+        return None
 
-        Raises:
-            ValueError: what this fit trains could not be kept exact then.
-        """
-        if not self.module.automatic_optimization:
-            raise ValueError("min_ranks needs automatic optimization: a step by hand cannot be made again in part")
-        if strategy.shared.weight_in(self.module) is not None:
-            raise ValueError("min_ranks with batch_weight: what a lost rank's batch counts is lost with it; drop one")
-        self.clients = RunMeetings(
-            trainer, strategy, self, least=least, asked_by="min_ranks", liveness_s=_LIVENESS_S
-        )
-        self.undo.callback(MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
-        rank, world = trainer.global_rank, trainer.world_size
-        return ElasticExchange(self.clients, self.channel, self.failures, rank=rank, world_size=world)
+    def small_channel(self, strategy: HeteroStrategy[Any], settings: BalanceSettings) -> Channel:
+        """Returns what carries a few numbers in each batch."""
+        return self.channel
+
+    def batch_begins(self) -> None:
+        """All ranks are about to fetch a batch."""
+
+    def backward_begins(self) -> None:
+        """This rank's backward pass begins."""
+
+    def backward_is_over(self, part: Part) -> None:
+        """It is over, of this part of a batch."""
 
     def keeps_sigterm(self) -> bool:
         return self.signals.keeps_sigterm()
@@ -193,33 +181,9 @@ class BalancedRun(MeetingRun[BalancedBinder]):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
-        if self.clients is not None and self.clients.joining:
-            self.clients.roll.steps, self.binder.joins = state["exchanges"], (state["controller"], self.present)
 
     def state_dict(self) -> dict[str, Any]:
-        state, controller = self.binder.state_dict(), self.binder.controller
-        if self.clients is not None and self.clients.admits and controller is not None:
-            state |= {"exchanges": self.clients.roll.steps, "controller": controller.state_dict()}
-        return state
-
-    def _let_in(self) -> None:
-        """Before a batch, all ranks: takes in those that have come again, where all gradients are applied."""
-        clients, exchange, trainer = self.clients, self._exchange, self.trainer
-        if clients is None or exchange is None or not exchange.asked:
-            return
-        batch, controller = compat.upcoming_batch(trainer), self.binder.controller
-        if not batch or batch % trainer.accumulate_grad_batches or controller is None:
-            return
-        exchange.asked, bound = False, self.binder.primary
-        if bound is None or bound.spec.kind == "sampler":
-            self.members.warn_once("a rank wants to join, and cannot: the loader has its own sampler, drawn by rank 0")
-            return
-        controller.drain()
-        with patched(clients, "admits", True):
-            clients.admission.look()
-        clients.admission.admit()
-        if self.present != controller.present:
-            controller.divide_among(self.present)
+        return self.binder.state_dict()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
@@ -351,8 +315,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
     def backward(self, loss: Tensor, run: Callable[[Tensor], None], holders: Sequence[Tensor]) -> None:
         """Weighs a loss and differentiates it with ``run``, in pieces if memory is short; see `Recovery.backward`."""
         weighted = self.weigh(loss)
-        if self._survivors is not None:
-            self._survivors.begin()
+        self.backward_begins()
         if self._recovery is None:
             run(weighted)
         else:
@@ -361,8 +324,7 @@ class BalancedRun(MeetingRun[BalancedBinder]):
             self._voided.pop()()
         if self.part is None:
             return
-        if self._survivors is not None:
-            self._survivors.end(self.part)
+        self.backward_is_over(self.part)
         self.probe.exchanged()
         if self.automatic:
             self.times.note()
@@ -379,9 +341,8 @@ class BalancedRun(MeetingRun[BalancedBinder]):
 
     def exchanges_gradients(self) -> bool:
         """Whether the ranks' gradients meet at the end of the backward pass that runs."""
-        if self._survivors is not None:
-            return True
-        return isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
+        wrapped = isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
+        return self.loses_ranks or wrapped
 
     def step_over(self) -> None:
         """This rank's own work is over: under manual optimization with ``training_step``, optimizers included."""

@@ -72,7 +72,8 @@ class StepTimes:
                 controller.measured(done.computed, compute_s, self._wait_s, done.work)
             self._timed.append((done, compute_s))
         self.note()
-        if self.synced and (decides or controller.loses) and controller.wants_exchange(part.epoch, part.step):
+        says = self.synced and (decides or controller.bounds is not None)
+        if says and controller.wants_exchange(part.epoch, part.step):
             ran = part.shares if self._binder.cuts_by_cost else ()
             wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, ran=ran, **self._told()))
             controller.sent(part.epoch, part.step, wait, short)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,23 +24,10 @@ from lightning_hetero.base.elastic.join import Invitation, JoiningRank
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.nodes import gather_nodes
-from lightning_hetero.base.run import Binder, EngineRun
+from lightning_hetero.base.run import EngineRun
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
 
-
-class ElasticRun(EngineRun[Binder], ABC):
-    """A run that learns when its ranks begin to train together, and when they have ended."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Training begins."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Training is over, on all ranks."""
-
-
-Run = TypeVar("Run", bound=ElasticRun[Any])
+Run = TypeVar("Run", bound=EngineRun[Any])
 T = TypeVar("T")
 
 

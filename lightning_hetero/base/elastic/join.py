@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -189,11 +190,12 @@ class JoinRequests:
                 return ""
             except RuntimeError:  # it was another's, who has died
                 self._store = None
-        host, port = self._environment.main_address, self._environment.main_port
         reason, deadline_s = "", awake_s() + _LOOK_S  # torch's own takes a moment to close
         while not reason or awake_s() < deadline_s:
             try:
-                self._store = BoundedStore(lambda: host_store(host, timedelta(seconds=_LOOK_S), port), _ANSWER_S)
+                host, port = self._environment.main_address, self._environment.main_port
+                reach = partial(host_store, host, timedelta(seconds=_LOOK_S), port)
+                self._store = BoundedStore(reach, _ANSWER_S)
                 self._store.set(_RUN, "")
                 return ""
             except (OSError, RuntimeError) as error:

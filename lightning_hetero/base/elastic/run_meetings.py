@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
-from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, JoinRequests
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.run import Binder
+from lightning_hetero.base.run import Binder, EngineRun
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 from lightning_hetero.transport.groups import group_members
 from lightning_hetero.transport.lines import not_inherited
@@ -45,7 +46,7 @@ class RunMeetings(Meetings):
     """
 
     def __init__(
-        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], run: ElasticRun[Any], *, least: int,
+        self, trainer: Trainer, strategy: ElasticDDPStrategy[Any], run: EngineRun[Any], *, least: int,
         asked_by: str, liveness_s: float, changed: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         assert strategy.cluster_environment is not None
@@ -57,7 +58,8 @@ class RunMeetings(Meetings):
             "liveness_s": liveness_s, "patience_s": patience.total_seconds(), "check": run.failures.check
         }  # fmt: skip
         if invitation is None and members.is_lowest:
-            not_inherited(strategy.cluster_environment.main_port)  # torch's store, which goes with the first group
+            with suppress(RuntimeError):  # ranks that have met through a file have no port
+                not_inherited(strategy.cluster_environment.main_port)  # torch's store goes with the first group
             members.hosted = store.kept  # the groups that are made through it live on after the fit
             self.roll: RollCall = HostRollCall(store, members.rank, since, least=least, asked_by=asked_by, **waits)
         else:
@@ -145,7 +147,7 @@ class MeetingPoints(Callback):
         self._gather("epoch ends")
 
 
-class MeetingRun(ElasticRun[Binder]):
+class MeetingRun(EngineRun[Binder]):
     """A run whose ranks may be lost, and come again, if its strategy was told so.
 
     Attributes:
