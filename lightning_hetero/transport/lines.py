@@ -25,7 +25,7 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def not_inherited(port: int) -> None:
-    """Processes that are forked from now on leave a port on which this one listens to it: it may listen there anew."""
+    """Processes that are forked from now on leave a port on which this one listens to it: it may listen there again."""
     _ports.add(port)
 
 

@@ -95,7 +95,7 @@ class SurvivingStep:
         self._before = []
 
     def _take_over(self, part: Part, owners: list[int], trained: Sequence[nn.Parameter]) -> None:
-        """Deals out the samples of ranks that are not there, alike on all ranks, and trains on this one's.
+        """Deals out the samples of ranks that are not there, the same way on all, and trains on this one's.
 
         Args:
             part: of the batch.

@@ -52,7 +52,7 @@ class ElasticExchange:
 
     Attributes:
         rank, world_size: as given.
-        asked: a rank that was lost wants to join; known to all alike.
+        asked: a rank that was lost wants to join; all ranks know it.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class ElasticExchange:
 
         Args:
             place: where it is, the same on all ranks.
-            fill: returns how many samples this rank's tensors are of, and the tensors, alike on all ranks; called again
-                when a rank has been lost. They may be overwritten.
+            fill: returns how many samples this rank's tensors are of, and the tensors, of the same shapes on all ranks;
+                called again when a rank has been lost. They may be overwritten.
             samples: of all ranks together.
 
         Raises:

@@ -148,7 +148,7 @@ class MeetingPoints(Callback):
 
 
 class MeetingRun(EngineRun[Binder]):
-    """A run whose ranks may be lost, and come again, if its strategy was told so.
+    """A run whose ranks may be lost, and come again, if an argument of its strategy allows that.
 
     Attributes:
         members: the ranks that take part; set before the run is begun.
