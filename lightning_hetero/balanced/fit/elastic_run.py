@@ -94,7 +94,7 @@ class ElasticBalancedRun(MeetingRun[BalancedBinder], BalancedRun):
             raise ValueError("min_ranks needs automatic optimization: a step by hand cannot be made again in part")
         if strategy.shared.weight_in(self.module) is not None:
             raise ValueError("min_ranks with batch_weight: what a lost rank's batch counts is lost with it; drop one")
-        self.clients = RunMeetings(
+        self.clients = RunMeetings(  # pyright: ignore[reportIncompatibleVariableOverride]
             trainer, strategy, self, least=settings.min_ranks or 1, asked_by="min_ranks", liveness_s=_LIVENESS_S
         )
         self.undo.callback(MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
