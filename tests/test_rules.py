@@ -77,6 +77,7 @@ STALL_S = 60.0  # at least so long: only a kill ends it, as a test may take two 
 
 # A sleep beyond these is allowed for a reason only: by folder and function, or name of a program in a string.
 SLEEPS = {
+    "e2e::SCRIPT.Noted.training_step": "a device's work: a join falls into its middle",
     "e2e/stale::SCRIPT.Model.training_step": "a device's work: deaths and joins fall into its middle",
     "e2e/stale::SCRIPT.happen": "a stopped process needs somebody who wakes it",
     "faults::": "the others' imports take their time, and rank 0 is dead before they end",

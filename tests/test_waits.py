@@ -57,6 +57,8 @@ BOUNDED: dict[str, set[str]] = {
         "pipeline/fit/run.py::PipelineRun.finish",
         "pipeline/runtime/ownership/gradients.py::Bucket.collect",
         "pipeline/runtime/ownership/gradients.py::GradientSync._total",
+        "base/elastic/exchange.py::ElasticExchange._summed",
+        "base/elastic/exchange.py::ElasticExchange._wait",
         "transport/failures.py::FailureBoard._poll",
         "transport/failures.py::FailureBoard.wait",
         "transport/failures.py::FailureBoard.wait_for_peer",
@@ -91,6 +93,9 @@ BOUNDED: dict[str, set[str]] = {
         "stale/runtime/work/worker.py::Worker.abort",
     },
     "the socket waits for a beat at most, or not at all": {
+        "transport/lines.py::HostLines.ended",
+        "transport/lines.py::_read",
+        "transport/lines.py::guest_line",
         "transport/listener.py::Listener._read",
         "transport/sockets.py::accept_from",
         "transport/sockets.py::connect_to_unix",

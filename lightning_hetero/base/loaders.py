@@ -38,6 +38,7 @@ class BoundLoader:
         order: of its samples; None: a stream, which has no order.
         handed: parts that the copy has handed out and nobody has opened yet.
         loader: the copy, once there is one.
+        sampler: of its batches; not of a stream.
     """
 
     spec: LoaderSpec
@@ -45,6 +46,7 @@ class BoundLoader:
     order: EpochOrder | None
     handed: HandedParts = field(default_factory=HandedParts)
     loader: Any = None
+    sampler: Any = None
 
 
 Bound = TypeVar("Bound", bound=BoundLoader)
@@ -196,6 +198,7 @@ class PartBinder(LoaderBinder[Bound]):
         sampler = GlobalBatchSampler(
             bound.order, split=partial(self.split, bound), rank=self._channel.rank, least=least
         )
+        bound.sampler = sampler
         sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
         bound.loader = rebatched_loader(
             loader, sampler, position=lambda: self._begin()[1],

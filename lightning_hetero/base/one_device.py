@@ -98,6 +98,9 @@ class _Alone:
         assert indices is not None
         return list(indices)
 
+    def sum_async(self, value: float) -> Callable[[], float]:
+        return lambda: value
+
 
 class _WholeBatches(PartBinder[BoundLoader]):
     """Copies whose batches are whole global batches; no note is needed of which part each of them is."""

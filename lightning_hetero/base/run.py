@@ -173,6 +173,12 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes a checkpoint's state, of this engine or another, before the loaders are set up; empty: stock DDP's."""
 
+    def start(self) -> None:
+        """Training begins; of engines that may lose ranks."""
+
+    def finish(self) -> None:
+        """Training is over, on all ranks."""
+
     @property
     def present(self) -> tuple[int, ...]:
         """The ranks that are there, ascending."""

@@ -41,6 +41,8 @@ class Channel(Protocol):
 
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]: ...
 
+    def sum_async(self, value: float) -> Callable[[], float]: ...
+
 
 class EpochOrder(ABC):
     """The global batches of each epoch.

@@ -23,7 +23,6 @@ from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.metrics import is_mean
 from lightning_hetero.checked import real
 from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
-from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
 from lightning_hetero.federated.runtime.server import ServerOptimizer, ServerStep
@@ -120,12 +119,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     def begin(self, trainer: Trainer) -> FederatedRun:
         if self.settings.min_clients is not None:
             self.find_nodes()
-        return FederatedRun(trainer, self, self.settings, self._invitation)
-
-    @property
-    def _meetings(self) -> Clients | None:
-        clients = None if self._run is None else self._run.clients
-        return clients if clients is not None and clients.open else None
+        return FederatedRun(trainer, self, self.settings, self.invitation)
 
     def can_lose_ranks(self) -> bool:
         return self.settings.min_clients is not None

@@ -114,6 +114,11 @@ class ShareBounds:
             return self
         return replace(self, upper=[number * cap for cap in self.caps(world_size, quantum)])
 
+    def among(self, ranks: Sequence[int]) -> ShareBounds:
+        """Returns the bounds of these ranks."""
+        lower, upper = ([b[r] for r in ranks] if isinstance(b, Sequence) else b for b in (self.lower, self.upper))
+        return replace(self, lower=lower, upper=upper)
+
     def _why(self) -> str:
         return f", none or at least {self.least} per rank for BatchNorm" if self.least > 1 else ""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from lightning_hetero.checked import real, whole
@@ -132,6 +133,20 @@ class BalancePolicy:
         if known:
             self.shares = self._best(self._most()).shares or self.shares
             self._guard.decided(self.shares)
+
+    def go_on_among(self, ranks: Sequence[int], known: Sequence[Learned | None], bounds: ShareBounds) -> None:
+        """Divides among some of the ranks, ascending, of which this is known; see `recall`.
+
+        ``bounds`` are those of all ranks, which hold unless they admit no split.
+        """
+        total, quantum = self.limits.total, self.limits.quantum
+        self._predictors, self._restored, self.limits = [], None, ShareLimits()
+        self.recall(known)
+        try:
+            self.start(world_size=len(ranks), total=total, bounds=bounds.among(ranks), quantum=quantum)
+        except ValueError:
+            few = replace(bounds, lower=None, upper=None)
+            self.start(world_size=len(ranks), total=total, bounds=few, quantum=quantum)
 
     def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
         """Returns each rank's work in samples, for `predict_s`; its samples, if all cost the same."""

@@ -121,7 +121,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def begin(self, trainer: Trainer) -> StaleRun:
         self.find_nodes()
-        return StaleRun(trainer, self, self.server, self.same_on_all(), self._invitation, self.stream)
+        return StaleRun(trainer, self, self.server, self.same_on_all(), self.invitation, self.stream)
 
     def same_on_all(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_hetero.transport.awake import AwakeClock
@@ -46,11 +46,13 @@ class Met:
         alive: ranks that take part, ascending.
         sound: what was done since the last meeting has worked for all of them.
         notices: what is to be said to people.
+        steps: what each of them has said of its steps; empty where nobody asks.
     """
 
     alive: tuple[int, ...]
     sound: bool = True
     notices: tuple[str, ...] = ()
+    steps: tuple[int, ...] = field(default=(), compare=False)
 
 
 class Come(NamedTuple):
@@ -167,8 +169,11 @@ class Membership:
 
     def _silent(self, for_s: float) -> set[int]:
         """Returns who has been silent for so long, has come to the meeting or not; nobody while nobody has come."""
-        here = self.live & self.connected if self._come else ()
-        return {rank for rank in here if self._sign_s - self._heard_s[rank] >= for_s}
+        return self.silent(for_s) if self._come else set()
+
+    def silent(self, for_s: float) -> set[int]:
+        """Returns who has been silent for so long [s], of others' signs of life."""
+        return {rank for rank in self.live & self.connected if self._sign_s - self._heard_s[rank] >= for_s}
 
     def all_silent(self, now: float) -> bool:
         """Whether nobody has given a sign of life for so long that it need not be waited for."""
@@ -192,8 +197,11 @@ class Membership:
         """Whether all who live have come; of one that is silent that is not known, though it may have come."""
         return bool(self._come) and not self.missing and not self._silent(self._limits.silence_s / 2)
 
-    def meet(self) -> tuple[Come, tuple[int, ...], bool] | None:
+    def meet(self, *, apart: bool = False) -> tuple[Come, tuple[int, ...], bool] | None:
         """Ends the meeting if all have come, and the next one begins.
+
+        Args:
+            apart: they may meet for different reasons where one has lost contact: then all of them come again.
 
         Returns:
             Why they have met, who, ascending, and whether it has worked for all since the last one; None: not all
@@ -206,12 +214,12 @@ class Membership:
             return None
         come, self._come = self._come, {}
         (_, first), *_ = told = sorted(come.items())
-        if len({(one.number, one.what) for one in come.values()}) > 1:
-            numbers = len({one.number for one in come.values()})
+        sound, numbers = all(one.sound for one in come.values()), len({one.number for one in come.values()})
+        if numbers > 1 or ((sound or not apart) and len({one.what for one in come.values()}) > 1):
             reasons = {rank: one.what if numbers == 1 else f"{one.what} at meeting {one.number}" for rank, one in told}
             raise RunEndsError(
                 f"ranks meet for different reasons: {reasons}. They have taken different ways through the program, e.g."
                 " a condition that depends on the rank"
             )
         self.last = first.number
-        return first, tuple(sorted(come)), all(one.sound for one in come.values())
+        return first, tuple(sorted(come)), sound

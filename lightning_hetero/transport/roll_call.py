@@ -7,8 +7,9 @@
     other ranks    pulse/<rank>            a sign of life, from their own thread: a long batch is no death
 
 The host is the rank in whose process the store is; it decides while it waits for the others. A rank without a sign of
-life for `liveness_s` of its waiting is out, whatever has become of it; it learns that if it wakes. Ranks that wait for
-the host notice in the same time if it is silent, and at once if it has died.
+life for `liveness_s` of its waiting is out, whatever has become of it; it learns that if it wakes. One whose process
+has ended is out at once, see `lines`. Ranks that wait for the host notice in the same time if it is silent, and at once
+if it has died.
 
 What several ranks have to do together or not at all takes two meetings, one before and one behind it (`sound`).
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -28,14 +30,16 @@ from typing import Any, TypeVar
 from lightning_hetero.transport.aside import Aside
 from lightning_hetero.transport.awake import BEAT_S, awake_s
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError, ServerLostError
+from lightning_hetero.transport.lines import HostLines, guest_line
 from lightning_hetero.transport.membership import Come, Limits, Membership, Met, RunEndsError
 from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.05
+_SOON = 100  # first signs of life, quick ones until the host takes a line
 _BEATS = 10  # signs of life within `liveness_s`, but one per second at least
-_WITHOUT = "the others go on without it and its weight, {} clients"
+_WITHOUT = "the others go on without it, {} ranks"
 
 
 class RollCall(ABC):
@@ -51,13 +55,14 @@ class RollCall(ABC):
 
     Attributes:
         meetings: so far.
+        steps: of this rank, in whatever unit; told to all where they meet.
     """
 
     def __init__(
         self, store: RunStore, rank: int, ranks: dict[int, int], *, liveness_s: float, met: int,
         check: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.rank, self.meetings = rank, met
+        self.rank, self.meetings, self.steps = rank, met, 0
         self._store, self._check, self._check_s = store, check, 0.0
         self._ranks = dict(ranks)
         self._liveness_s = liveness_s
@@ -89,12 +94,19 @@ class RollCall(ABC):
             ServerLostError: the host has died, or is silent.
         """
         self.meetings += 1
-        told = self._told(Come(self.meetings, what, sound))
+        told = self._told(Come(self.meetings, what, sound, self.steps))
         if ended := told.get("ended"):
             raise RemoteFailureError(ended)
         alive = told["alive"]
         self._ranks = {rank: self._ranks[rank] for rank in alive}
-        return Met(tuple(alive), told["sound"], tuple(told["notices"]))
+        return Met(tuple(alive), told["sound"], tuple(told["notices"]), tuple(told["steps"]))
+
+    def look(self) -> None:
+        """Called at times by who waits for others elsewhere.
+
+        Raises:
+            RuntimeError: one of them is lost: look for new ones, or meet.
+        """
 
     def _name(self, rank: int) -> str:
         """Of a process: who comes again is another one."""
@@ -122,6 +134,11 @@ class RollCall(ABC):
         """Returns what to raise if the others have finished without this rank."""
 
     def _lost(self, why: str) -> Exception:
+        try:
+            self._check()
+        except RuntimeError as error:
+            if error.__cause__ is not None:  # a rank's error, by which the host has ended, too
+                return error
         return self._too_late() or ServerLostError(
             f"rank 0, without which the others cannot go on, has died or is cut off ({why}): resume from the last"
             " checkpoint"
@@ -145,15 +162,21 @@ class HostRollCall(RollCall):
         ranks: all that take part.
         patience_s: how long a rank that lives may let the others wait [s].
         least: ranks that must be left.
+        asked_by: name of the argument that says so.
     """
 
     def __init__(
         self, store: RunStore, rank: int, ranks: Iterable[int], *, liveness_s: float, patience_s: float, least: int,
-        check: Callable[[], None],
+        check: Callable[[], None], asked_by: str = "min_clients",
     ) -> None:  # fmt: skip
         super().__init__(store, rank, dict.fromkeys(ranks, 0), liveness_s=liveness_s, met=0, check=check)
         limits = Limits(silence_s=liveness_s, meeting_s=patience_s)
-        self._members, self._least = Membership((), limits, without=_WITHOUT), least
+        self._members, self._least, self._asked_by = Membership((), limits, without=_WITHOUT), least, asked_by
+        self._looked_s = 0.0
+        self._lines: HostLines | None = None
+        if (address := store.address) is not None:
+            with suppress(OSError, RuntimeError):  # then silence tells
+                self._lines = self._ask(lambda signed: HostLines(address.host, signed))
         self._pulses: dict[str, str] = {}
         self._told_last = ""
         self._known: set[str] = set()  # all that there were
@@ -165,30 +188,53 @@ class HostRollCall(RollCall):
         for rank in ranks:
             self._members.joined(rank, awake_s())
 
+    def _hear(self, store: SignedStore) -> None:
+        """Hears who has given a sign of life."""
+        for rank in self._members.live - {self.rank}:
+            key = f"pulse/{self._name(rank)}"
+            if (pulse := store.get(key)) is not None and pulse != self._pulses.get(key):
+                self._pulses[key] = pulse
+                self._members.heard(rank, awake_s())
+
+    def _ended(self, store: SignedStore) -> dict[int, str]:
+        """Returns whose process has ended, and why that is thought, in words."""
+        live = {self._name(rank): rank for rank in self._members.live - {self.rank}}
+        ended = [] if self._lines is None else self._lines.ended(store, live)
+        return dict.fromkeys((live[name] for name in ended), "its connection has ended: killed, or out of memory")
+
+    def look(self) -> None:
+        lost, now_s, before_s = {*self._ask(self._ended)}, awake_s(), self._looked_s
+        if now_s - before_s >= self._beat_s:
+            self._looked_s, begins = now_s, now_s - before_s > 3 * self._beat_s  # a wait: silence counts from here on
+            for rank in self._ranks if begins else (self.rank,):
+                self._members.heard(rank, now_s)
+            self._ask(self._hear)
+            lost |= self._members.silent(self._liveness_s)
+        if lost:
+            raise RuntimeError(f"contact with rank {', '.join(map(str, sorted(lost)))} is lost")
+
     def _told(self, come: Come) -> dict[str, Any]:
         members, out, pause_s, pulse_s = self._members, dict[int, str](), _FIRST_PAUSE_S, 0.0
         for rank in self._ranks:  # silence counts from here on
             members.heard(rank, awake_s())
         members.come(self.rank, come, awake_s())
+        steps = {self.rank: come.steps}
 
-        def look(store: SignedStore) -> None:
+        def look(store: SignedStore) -> dict[int, str]:
             for rank in members.missing:
                 if (said := store.get(f"come/{come.number}/{rank}")) is not None:
-                    members.come(rank, Come(*json.loads(said)), awake_s())
-            if awake_s() < pulse_s:
-                return
-            if self._told_last:  # said again: strangers may write over it
-                store.set(f"met/{come.number - 1}", self._told_last)
-            for rank in members.live - {self.rank}:
-                key = f"pulse/{self._name(rank)}"
-                if (pulse := store.get(key)) is not None and pulse != self._pulses.get(key):
-                    self._pulses[key] = pulse
-                    members.heard(rank, awake_s())
+                    steps[rank] = (told := Come(*json.loads(said))).steps
+                    members.come(rank, told, awake_s())
+            if awake_s() >= pulse_s:
+                if self._told_last:  # said again: strangers may write over it
+                    store.set(f"met/{come.number - 1}", self._told_last)
+                self._hear(store)
+            return self._ended(store)
 
         while True:
-            self._ask(look)
+            ended = self._ask(look)
             members.heard(self.rank, awake_s())
-            for rank, why in members.overdue(awake_s()).items():
+            for rank, why in (members.overdue(awake_s()) | ended).items():
                 members.gone(rank, why, what="is left out")
                 out[rank] = why
             if members.is_full:
@@ -197,15 +243,15 @@ class HostRollCall(RollCall):
             pause_s = self._wait(pause_s)
         told: dict[str, Any] = {}
         try:
-            met = members.meet()
+            met = members.meet(apart=True)
             assert met is not None
             notices = [members.take_notices(rank) for rank in met[1]]
-            told = {"alive": met[1], "sound": met[2], "notices": notices[0]}
+            told = {"alive": met[1], "sound": met[2], "notices": notices[0], "steps": [steps[r] for r in met[1]]}
             if out and len(met[1]) < self._least:
                 words = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(out.items()))
                 told["ended"] = (
-                    f"{len(met[1])} ranks are left, and min_clients={self._least} must be ({words}): resume from the"
-                    " last checkpoint, with fewer ranks if need be, or set min_clients lower"
+                    f"{len(met[1])} ranks are left, and {self._asked_by}={self._least} must be ({words}): resume from"
+                    f" the last checkpoint, with fewer ranks if need be, or set {self._asked_by} lower"
                 )
         except RunEndsError as error:
             told["ended"] = str(error)
@@ -226,6 +272,8 @@ class HostRollCall(RollCall):
         if well:
             with suppress(RuntimeError):
                 self._store.ask(lambda store: [store.say(f"over/{name}") for name in self._known])
+        if self._lines is not None:
+            self._lines.close()
 
 
 class GuestRollCall(RollCall):
@@ -243,6 +291,7 @@ class GuestRollCall(RollCall):
         super().__init__(store, rank, ranks, liveness_s=liveness_s, met=met, check=check)
         self._patience_s = 2 * patience_s
         self._left, self._own_name = threading.Event(), self._name(rank)
+        self._line: socket.socket | None = None
         threading.Thread(target=self._beat, name=f"pulse-{self._own_name}", daemon=True).start()
         # On a connection of its own: what comes there while this process is stopped is found when it wakes.
         own = RunStore.join(store.address, timedelta(seconds=max(10.0, liveness_s)))
@@ -252,8 +301,16 @@ class GuestRollCall(RollCall):
         with suppress(RuntimeError):  # who asks the store hears of it, too
             for sign in itertools.count():
                 self._store.ask(lambda store, sign=sign: store.set(f"pulse/{self._own_name}", str(sign)))
-                if self._left.wait(self._beat_s):
+                if self._line is None and self._store.address is not None:
+                    with suppress(OSError):  # then silence tells
+                        self._line = guest_line(self._store.address.host, self._own_name, self._store.ask)
+                soon = self._line is None and sign < _SOON
+                if self._left.wait(min(_PAUSE_S, self._beat_s) if soon else self._beat_s):
                     break
+
+    def _end_line(self) -> None:
+        if self._line is not None:
+            self._line.close()
 
     def _told(self, come: Come) -> dict[str, Any]:
         def look(store: SignedStore) -> str | None:
@@ -294,3 +351,4 @@ class GuestRollCall(RollCall):
             with suppress(RuntimeError):
                 self._store.ask(lambda store: store.say(f"over/{self._own_name}"), self._liveness_s)
         self._left.set()
+        self._end_line()

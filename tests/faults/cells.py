@@ -97,6 +97,18 @@ def cells() -> Iterator[Cell]:
             for launcher in fault.launchers:
                 if launcher in launchers_of(engine):
                     yield Cell(engine, launcher, fault, more=_more(engine, launcher, fault))
+    for name in _LOSES:
+        for launcher in FAULTS[name].launchers:
+            more = {"options": {"min_ranks": 2}}
+            yield Cell("balanced", launcher, FAULTS[name], more=more, label="min_ranks=2")
+
+
+_LOSES = (
+    "none", "SIGKILL of a worker", "SIGKILL of rank 0", "SIGKILL of two ranks at once", "segmentation fault",
+    "stopped for 1.5 s", "stopped for ever", "SIGTERM to a worker", "exception in a step",
+    "SIGKILL of a worker as rank 0 writes a checkpoint",
+)  # fmt: skip
+"""Faults that ranks may be lost by."""
 
 
 def _more(engine: str, launcher: str, fault: Fault) -> dict[str, Any]:
@@ -108,6 +120,7 @@ def _more(engine: str, launcher: str, fault: Fault) -> dict[str, Any]:
 
 
 QUICK = (
+    "balanced, script: SIGKILL of a worker; min_ranks=2",
     "stale, SLURM: SIGKILL of two ranks at once",
     "stale, script: SIGUSR1 to a worker",
     "balanced, fork: SIGTERM to all ranks",

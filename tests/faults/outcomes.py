@@ -83,9 +83,13 @@ def _goes_on(cell: Cell) -> bool:
     gone, options = cell.fault.gone, cell.asked.get("options", {})
     if cell.launcher == "torchrun" or (0 in gone and cell.launcher != "SLURM"):
         return False
-    if cell.engine == "federated":
-        return 0 not in gone and cell.ranks - len(gone) >= options.get("min_clients", cell.ranks)
+    if cell.engine in ("balanced", "federated"):
+        least = options.get("min_clients", options.get("min_ranks", cell.ranks))
+        return 0 not in gone and cell.ranks - len(gone) >= least
     return cell.engine == "stale"
+
+
+_LEAST = "min_clients", "min_ranks"
 
 
 def _death(cell: Cell) -> Expected:
@@ -97,7 +101,7 @@ def _death(cell: Cell) -> Expected:
         return Expected("survived", dead=gone)
     # without rank 0 the others of the stale engine have some seconds to end, which may do for the rest of the training
     alone = cell.engine == "stale" and 0 in gone and cell.launcher in OURS
-    few = "|min_clients" if cell.asked.get("options", {}).get("min_clients") else ""
+    few = "".join(f"|{name}|rank 0, without which" for name in _LEAST if name in cell.asked.get("options", {}))
     went_on = "|rank 0 died" if alone else ""
     return Expected("ended", gone, cause=f"{SILENT}|{KILLED}{few}{went_on}", named=named(gone), alone=alone)
 
@@ -139,7 +143,7 @@ def _terminated(cell: Cell) -> Expected:
     """Who is told to go ends at the end of its batch; so do all others, or the stale engine's go on without it."""
     if cell.asked["kind"] == "SIGTERM to all":
         return Expected("ended", cell.fault.gone, cause="SIGTERM", told=True)
-    if cell.engine == "stale" or _goes_on(cell):
+    if cell.engine == "stale" or (_goes_on(cell) and cell.engine != "balanced"):
         return Expected("survived", dead=cell.fault.gone)
     return Expected("ended", cell.fault.gone, cause="SIGTERM", told=True)  # it was not the rank that failed
 
@@ -153,6 +157,11 @@ def _stopped(cell: Cell) -> Expected:
         return Expected("survived", cell.fault.hit, long_s)
     if cell.launcher == "torchrun":
         long_s += 30.0  # which it leaves to ranks that it has told to end
+    if "min_ranks" in cell.asked.get("options", {}):  # after the silence of one that is left out
+        if cell.launcher == "torchrun":
+            known = "torchrun itself waits for a stopped process; the others have ended"
+            return Expected("ended", cell.fault.hit, long_s + 30.0, alone=True, known=known)
+        return Expected("survived", cell.fault.hit, long_s + 30.0)
     return Expected("ended", cell.fault.hit, long_s, cause=_alone_said(), named=named(cell.fault.hit))
 
 

@@ -20,6 +20,7 @@ Pair = tuple[str, Any, str, Any]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "balanced": ("balanced", {}),
     "balanced, rebalance=False": ("balanced", {"rebalance": False}),
+    "balanced, min_ranks=2": ("balanced", {"min_ranks": 2}),
     "stale": ("stale", {}),
     "stale, transport='pairs'": ("stale", {"transport": "pairs"}),
     "pipeline": ("pipeline", {}),

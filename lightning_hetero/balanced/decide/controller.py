@@ -19,13 +19,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy, Learned, ShareDecision
 from lightning_hetero.types import SpeedSample, StepReport
+
+T = TypeVar("T")
 
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
@@ -165,17 +168,22 @@ class ShareController:
         report: the latest exchanged step that was evaluated, the same on every rank.
         news: decisions that changed something, or have something to tell; until they are taken.
         reports: as `report`, the latest of them; until they are taken.
+        bounds: of all ranks, where one may be lost, which then has a row of NaN and gets no samples; else None.
+        present: ranks that were there when the newest record that counts was exchanged.
     """
 
     def __init__(
         self, policy: BalancePolicy, *, rank: int, world_size: int, lag: int = 0, exchange: ExchangeClock | None = None
     ) -> None:
         self.policy, self.rank, self.world_size = policy, rank, world_size
+        self.bounds: ShareBounds | None = None
         self.lag = policy.lag = lag
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
         self.news: deque[ShareDecision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
+        self.present = tuple(range(world_size))
+        self._known: dict[int, Learned | None] = {}  # of ranks that are not there
         self._pending: deque[tuple[Tag, _Wait, Sequence[bool]]] = deque()
         self._late: tuple[Tag, Rows, bool] | None = None  # were all ranks measured?
         self._decided: dict[Tag, tuple[tuple[int, ...], Sequence[int]]] = {}  # shares, and the most that ranks may get
@@ -189,11 +197,23 @@ class ShareController:
             if self._last_exchange is not None and tag <= self._last_exchange:
                 self._start_over()
             self.consume((epoch, step - 1 - self.lag))
-            self._decided[tag] = self.policy.shares, tuple(self.policy.limits.upper)
+            self._decided[tag] = self.shares, self._of_all(self.policy.limits.upper, 0)
             horizon = (epoch, step - 2 * self.lag - 2)
             for old in [t for t in self._decided if t < horizon]:
                 del self._decided[old]
         return self._decided[tag][0]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples per rank of a full global batch, as last decided; 0 of one that is not there."""
+        return self._of_all(self.policy.shares, 0)
+
+    def _of_all(self, values: Sequence[T], other: T) -> tuple[T, ...]:
+        """Returns values by rank as the run began, the other one for those that are not there."""
+        if len(self.present) == self.world_size:
+            return tuple(values)
+        of = dict(zip(self.present, values, strict=True))
+        return tuple(of.get(rank, other) for rank in range(self.world_size))
 
     def most(self, epoch: int, step: int) -> Sequence[int]:
         """Returns the most samples of each rank in a full global batch drawn as batch ``step``; after `full_shares`."""
@@ -211,7 +231,7 @@ class ShareController:
         while self._pending and self._pending[0][0] <= limit:
             self.catch_up()
             self._receive()
-            if limit[1] < 0 or self._is_urgent():
+            if self._late is not None and (limit[1] < 0 or self._is_urgent()):
                 self.catch_up()
         if self._late is not None and self._late[0] < limit:
             self.catch_up()
@@ -228,8 +248,13 @@ class ShareController:
     def _receive(self) -> None:
         tag, wait, short = self._pending.popleft()
         everyone = wait()
+        present = tuple(rank for rank, row in enumerate(everyone) if not math.isnan(row[0]))
+        everyone = [everyone[rank] for rank in present] if self.bounds is not None else everyone
         rows = Rows(everyone)
         self._check(tag, rows)
+        if self.bounds is not None and present != self.present:
+            self.divide_among(present)
+            return
         if (members := len(everyone) // self.world_size) > 1:
             rows = Rows([slowest(everyone[i : i + members]) for i in range(0, len(everyone), members)])
         self._late = (tag, self._stood_in(rows, short) if any(short) else rows, not any(short))
@@ -237,6 +262,31 @@ class ShareController:
         limited = self.policy.limit(rows.most_samples, rows.samples, rows.compute_s)
         if limited is not None:
             self.news.append(limited)
+
+    def divide_among(self, ranks: tuple[int, ...]) -> None:
+        """Other ranks are there: divides among these, with what was learned of each, also of one that was away."""
+        self.join({"decided": self._decided, "known": self._learned()}, ranks)
+        self._late = None
+        self.news.append(ShareDecision(shares=self.shares, changed=True, reason="other ranks are there"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a rank needs that joins now, as plain types; after `drain`."""
+        return {"decided": dict(self._decided), "known": self._learned()}
+
+    def _learned(self) -> dict[int, Learned | None]:
+        return self._known | {rank: self.policy.learned(i) for i, rank in enumerate(self.present)}
+
+    def join(self, state: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
+        """Goes on, in a rank that joins, as the others do with `divide_among`.
+
+        Args:
+            state: theirs, see `state_dict`.
+            ranks: with this one.
+        """
+        self._decided, self._known = dict(state["decided"]), dict(state["known"])
+        self.present = ranks
+        assert self.bounds is not None
+        self.policy.go_on_among(ranks, [self._known.get(rank) for rank in ranks], self.bounds)
 
     def _stood_in(self, rows: Rows, short: Sequence[bool]) -> Rows:
         """Returns rows in which ranks whose streams end have their share in the expected time.
@@ -270,12 +320,16 @@ class ShareController:
         if decision.changed:
             self.news.append(decision)
         if measured:
+            if len(self.present) < self.world_size:
+                away = SpeedSample(rank=0, step=tag[1], samples=0, compute_s=0.0, wait_s=0.0)
+                records = tuple(replace(one, rank=rank) for rank, one in enumerate(self._of_all(records, away)))
+                predicted = self._of_all(predicted, math.nan)
             self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
             self.reports.append(self.report)
 
     def _check(self, tag: Tag, rows: Rows) -> None:
         everyone = list(zip(rows.epoch, rows.step, rows.digest, strict=True))
-        mine = everyone[self.rank * (len(everyone) // self.world_size)]
+        mine = everyone[self.rank * (len(everyone) // self.world_size)] if self.bounds is None else everyone[0]
         if everyone.count(mine) != len(everyone):
             r, other = next((r, ran) for r, ran in enumerate(everyone) if ran != mine)
             ours, theirs = ("({:.0f}, {:.0f}, {:#x})".format(*ran[:2], int(ran[2])) for ran in (mine, other))

@@ -68,6 +68,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
         exchange_every: int | None = None,
         stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
+        min_ranks: int | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
@@ -76,8 +77,13 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data, monitor=monitor, accelerator=accelerator, **ddp,
         )  # fmt: skip
-        check_counts(exchange_every=exchange_every)
+        check_counts(exchange_every=exchange_every, min_ranks=min_ranks)
         check_counts(quantum=None if quantum == "auto" else quantum)
+        if min_ranks is not None and self.engine != "balanced":
+            raise TypeError(
+                f"min_ranks with hetero_{self.engine}: each rank has a part of the model, which would be lost with it."
+                " Use LoadBalancedStrategy, or drop min_ranks"
+            )
         check_batch_cost(batch_cost)
         check_choice("stream", stream, (None, "infinite", "shared", "finite"))
         check_flags(rebalance=rebalance)
@@ -89,6 +95,7 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
             policy=self.policy, rebalance=rebalance, batch_cost=batch_cost, learns=max_samples == "auto",
             bounds=ShareBounds(lower=min_samples, upper=None if max_samples == "auto" else max_samples),
             quantum=quantum, stream=stream, exchange_every=exchange_every,
+            min_ranks=min_ranks,
         )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -228,7 +235,8 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         run, mean = self._run, isinstance(tensor, Tensor) and tensor.is_floating_point() and is_mean(reduce_op)
         everyone = dist.is_initialized() and group in (None, dist.group.WORLD)
-        if mean and everyone and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
+        weighs = mean and everyone and run is not None and run.weighs_means and not run.loses_ranks
+        if run is not None and weighs and compat.batch_results_open(run.trainer):
             return weighted_mean_(tensor, run.weight.local, group)
         return super().reduce(tensor, group, reduce_op)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -23,12 +23,14 @@ from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data.batches import Part
+from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import too_few
@@ -59,6 +61,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
     """
 
     engine = "balanced"
+    loses_ranks: ClassVar[bool] = False
+    binders: ClassVar[type[BalancedBinder]] = BalancedBinder
 
     def __init__(
         self, trainer: Trainer, strategy: HeteroStrategy[Any], settings: BalanceSettings, *, members: int = 1
@@ -69,7 +73,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.policy = self.rebalancer.policy or settings.policy
         shared, timeout = strategy.shared, strategy.timeout
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
-        own = "bounds", "learns", "quantum", "stream", "exchange_every"
+        own = "bounds", "learns", "quantum", "stream", "exchange_every", "min_ranks"
         agreed = {name: repr(getattr(settings, name)) for name in own} | {
             "global_batch_size": str(shared.global_batch_size),
             "batch_sampler": shared.batch_sampler,
@@ -80,13 +84,16 @@ class BalancedRun(EngineRun[BalancedBinder]):
             "stock": repr(sorted(strategy.agreed.items())),
             **self.policy.settings(),
         }
-        super().__init__(trainer, timeout=timeout, settings=agreed)
+        joins = self.invitation(strategy)
+        store, said = (None, agreed) if joins is None else (joins.store, None)
+        super().__init__(trainer, timeout=timeout, settings=said, store=store)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
-        channel = self.channel if members == 1 else PartChannel(self.channel, members)
+        small = self.small_channel(strategy, settings)
+        channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
         earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
-        self.binder = BalancedBinder(
+        self.binder = self.binders(
             trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier
         )  # fmt: skip
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
@@ -111,7 +118,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.cap = MemoryCap(careful=own_device.asynchronous or settings.learns)
         self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))
         self.undo.callback(self.probe.detach)
-        self.times = StepTimes(self.binder, self.probe, self.channel, self.events, self.cap, own_device)
+        self.times = StepTimes(self.binder, self.probe, small, self.events, self.cap, own_device)
         self.undo.callback(self.times.compiles.close)
         self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
         self._trained = Trained(trainer)
@@ -121,8 +128,25 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.fitting and compat.requeues(trainer):
             requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(requeue.close)
-        self.signals = SignalsTogether(trainer, self.channel, requeue)
+        self.signals = SignalsTogether(trainer, small, requeue, begins=self.batch_begins)
         self.undo.callback(self.signals.undo)
+
+    def invitation(self, strategy: HeteroStrategy[Any]) -> Invitation | None:
+        """Returns that into a run of others; None: this rank is there from the start."""
+        return None
+
+    def small_channel(self, strategy: HeteroStrategy[Any], settings: BalanceSettings) -> Channel:
+        """Returns what carries a few numbers in each batch."""
+        return self.channel
+
+    def batch_begins(self) -> None:
+        """All ranks are about to fetch a batch."""
+
+    def backward_begins(self) -> None:
+        """This rank's backward pass begins."""
+
+    def backward_is_over(self, part: Part) -> None:
+        """It is over, of this part of a batch."""
 
     def keeps_sigterm(self) -> bool:
         return self.signals.keeps_sigterm()
@@ -170,7 +194,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
     @property
     def shares(self) -> tuple[int, ...]:
         controller = self.binder.controller
-        return () if controller is None else controller.policy.shares
+        return () if controller is None else controller.shares
 
     def step_report(self) -> StepReport | None:
         controller = self.binder.controller
@@ -290,6 +314,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def backward(self, loss: Tensor, run: Callable[[Tensor], None], holders: Sequence[Tensor]) -> None:
         """Weighs a loss and differentiates it with ``run``, in pieces if memory is short; see `Recovery.backward`."""
         weighted = self.weigh(loss)
+        self.backward_begins()
         if self._recovery is None:
             run(weighted)
         else:
@@ -298,6 +323,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self._voided.pop()()
         if self.part is None:
             return
+        self.backward_is_over(self.part)
         self.probe.exchanged()
         if self.automatic:
             self.times.note()
@@ -314,7 +340,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def exchanges_gradients(self) -> bool:
         """Whether the ranks' gradients meet at the end of the backward pass that runs."""
-        return isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
+        wrapped = isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync
+        return self.loses_ranks or wrapped
 
     def step_over(self) -> None:
         """This rank's own work is over: under manual optimization with ``training_step``, optimizers included."""

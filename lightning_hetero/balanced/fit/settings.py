@@ -23,6 +23,7 @@ class BalanceSettings:
     quantum: int | Literal["auto"] = "auto"
     stream: StreamMode | None = None
     exchange_every: int | None = None
+    min_ranks: int | None = None
 
     def without_effect(self) -> str:
         """Says which arguments were given and have no effect on equal parts; empty: none."""

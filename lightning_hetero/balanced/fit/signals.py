@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.data.order import Channel
 
 _REQUEUE = 1_000_000.0  # more than there are ranks: one number tells of both signals
 
@@ -23,9 +23,14 @@ class SignalsTogether:
         trainer: the running trainer.
         channel: over all ranks.
         requeue: saves and asks SLURM; None: nothing requeues this job.
+        begins: called before each batch.
     """
 
-    def __init__(self, trainer: Trainer, channel: SideChannel, requeue: RequeueTogether | None) -> None:
+    def __init__(
+        self, trainer: Trainer, channel: Channel, requeue: RequeueTogether | None,
+        begins: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._begins = begins
         self._trainer, self._channel, self._requeue = trainer, channel, requeue
         self._received = False
         self._said: deque[Callable[[], float]] = deque()  # how many ranks were told, and the signal of rank 0
@@ -38,6 +43,7 @@ class SignalsTogether:
         return training and self._received
 
     def _any_told(self, told: bool) -> bool:
+        self._begins()
         self._say(told or self._received)
         if len(self._said) < 2:
             return False

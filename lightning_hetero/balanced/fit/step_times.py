@@ -7,13 +7,13 @@ from collections import deque
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.data.batches import Part
+from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.host_load import HostLoad
 from lightning_hetero.measure.step_clock import StepProbe
 from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.shares.policy import ShareDecision
-from lightning_hetero.transport.side_channel import SideChannel
 
 
 class StepTimes:
@@ -22,7 +22,7 @@ class StepTimes:
     Args:
         binder: has the controller that decides.
         probe: the stopwatch around a step.
-        channel: small collectives during training.
+        channel: gathers rows during training.
         events: of this rank.
         cap: what is known of this rank's memory.
         device: of this rank.
@@ -33,7 +33,7 @@ class StepTimes:
     """
 
     def __init__(
-        self, binder: BalancedBinder, probe: StepProbe, channel: SideChannel, events: EventLog, cap: MemoryCap,
+        self, binder: BalancedBinder, probe: StepProbe, channel: Channel, events: EventLog, cap: MemoryCap,
         device: HostDevice,
     ) -> None:  # fmt: skip
         self._binder, self._probe, self._channel, self._events, self._cap = binder, probe, channel, events, cap
@@ -72,7 +72,8 @@ class StepTimes:
                 controller.measured(done.computed, compute_s, self._wait_s, done.work)
             self._timed.append((done, compute_s))
         self.note()
-        if self.synced and decides and controller.wants_exchange(part.epoch, part.step):
+        says = self.synced and (decides or controller.bounds is not None)
+        if says and controller.wants_exchange(part.epoch, part.step):
             wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, **self._told()))
             controller.sent(part.epoch, part.step, wait, short)
         controller.catch_up()  # beside the gradient exchange, where it delays no rank

@@ -15,15 +15,12 @@ SyncBatchNorm's statistics (as DDP's padding does), so use ``drop_last=True`` an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_hetero.checked import real
 from lightning_hetero.data.batches import Part
+from lightning_hetero.data.order import Channel
 from lightning_hetero.types import LossReduction
-
-
-class _Summing(Protocol):
-    def sum_async(self, value: float) -> Callable[[], float]: ...
 
 
 class LossWeight:
@@ -41,7 +38,7 @@ class LossWeight:
     """
 
     def __init__(
-        self, *, channel: _Summing, world_size: int, reduction: LossReduction = "mean",
+        self, *, channel: Channel, world_size: int, reduction: LossReduction = "mean",
         batch_weight: Callable[[Any], float] | None = None,
     ) -> None:  # fmt: skip
         self._channel, self._world_size = channel, world_size

@@ -21,6 +21,7 @@ from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.run_store import RunStore
 from lightning_hetero.transport.store import reach_store
 from lightning_hetero.transport.whole_files import name_of_process, remove_left
@@ -32,6 +33,7 @@ COME_S = 20.0
 """For somebody who has just answered, and is heard of, to come to the new group [s]."""
 _LOAD_S = 10.0  # for the silence of a joining rank while it loads what it resumes from
 _LOOK_S = 0.1
+_NEXT_LOOK_S = 0.25
 _COMES = "somebody comes"
 
 
@@ -64,6 +66,7 @@ class Admission:
         self._trainer, self._meetings, self._members, self._requests = trainer, meetings, members, requests
         self._store, self._generation = store, generation
         self._asking: list[int] = []
+        self._look_s = 0.0
         self._checkpoint, self._wrote = "", False
         self._invitations: list[str] = []
         self._callbacks = compat.trainer_callbacks(trainer)
@@ -76,6 +79,14 @@ class Admission:
             self._requests.announce()
         elif reason := self._requests.host():
             self._members.warn_once(reason)
+
+    def asked(self) -> bool:
+        """Whether a rank that is missing may want to join; on the lowest rank, looked for not in every batch."""
+        now_s = awake_s()
+        if not (self._members.missing and self._members.is_lowest) or now_s < self._look_s:
+            return False
+        self._look_s = now_s + _NEXT_LOOK_S
+        return self._requests.any_asks(self._members.missing)
 
     def expect(self) -> None:
         """Looks for joining ranks after every epoch once somebody is missing."""

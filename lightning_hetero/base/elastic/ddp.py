@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,23 +24,10 @@ from lightning_hetero.base.elastic.join import Invitation, JoiningRank
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.nodes import gather_nodes
-from lightning_hetero.base.run import Binder, EngineRun
+from lightning_hetero.base.run import EngineRun
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
 
-
-class ElasticRun(EngineRun[Binder], ABC):
-    """A run that learns when its ranks begin to train together, and when they have ended."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Training begins."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Training is over, on all ranks."""
-
-
-Run = TypeVar("Run", bound=ElasticRun[Any])
+Run = TypeVar("Run", bound=EngineRun[Any])
 T = TypeVar("T")
 
 
@@ -53,12 +39,13 @@ class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
         super().__init__(**ddp)
         self._members: Members | None = None  # from `setup_distributed` on, also after the fit
         self._joining_rank: JoiningRank | None = None  # this rank, on its way into a run of others
-        self._invitation: Invitation | None = None  # into that run
+        self.invitation: Invitation | None = None  # into that run
 
     @property
     def _meetings(self) -> Meetings | None:
-        """Where the ranks meet, while this one is connected to a server."""
-        return None
+        """Where the ranks meet, while they train and one may be lost."""
+        clients: Any = getattr(self._run, "clients", None)
+        return clients if clients is not None and clients.open else None
 
     def _in_step(self) -> bool:
         """Whether this rank is training on a batch, in which the others may have no part."""
@@ -100,7 +87,7 @@ class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
 
     def find_nodes(self) -> None:
         """Notes on which node each member is; a collective of the members; a joining rank knows it already."""
-        members, invitation = self.members, self._invitation
+        members, invitation = self.members, self.invitation
         if invitation is None:
             members.nodes = dict(zip(members.alive, gather_nodes(self.node_rank), strict=True))
         else:
@@ -124,13 +111,13 @@ class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
             super().setup_distributed()
             left = group_members()  # fewer than all, if a rank died in an earlier fit
             self.members.alive = tuple(range(self.world_size)) if left is None else left
-            self.members.joining, self._invitation = False, None
+            self.members.joining, self.invitation = False, None
             return
         self.members.joining, self._joining_rank = True, joining_rank
-        self._invitation = joining_rank.come(self._join_group)
+        self.invitation = joining_rank.come(self._join_group)
         reset_seed()
         assert trainer is not None
-        compat.resume_from(trainer, self._invitation.checkpoint)
+        compat.resume_from(trainer, self.invitation.checkpoint)
 
     def _join_group(self, invitation: Invitation, store: dist.Store, coming: Coming) -> None:
         self.members.alive = invitation.members
@@ -226,9 +213,9 @@ class ElasticDDPStrategy(HeteroDDPStrategy[Run]):
             return collective()
         if self._in_step():
             raise RuntimeError(
-                f"a collective ({what}) inside training_step: ranks train different numbers of batches here, so they"
-                " do not meet within one. Move it to on_train_epoch_end or validation, or use"
-                " strategy='hetero_balanced'"
+                f"a collective ({what}) inside training_step, in which ranks do not meet where one may be lost or train"
+                " on fewer batches. Move it to on_train_epoch_end or validation, or use strategy='hetero_balanced'"
+                " without min_ranks"
             )
         with self.waiting_for_peers():
             return meetings.together(what, collective)

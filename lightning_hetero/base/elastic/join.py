@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -189,18 +190,30 @@ class JoinRequests:
                 return ""
             except RuntimeError:  # it was another's, who has died
                 self._store = None
-        try:
-            host, port = self._environment.main_address, self._environment.main_port
-            self._store = BoundedStore(lambda: host_store(host, timedelta(seconds=_LOOK_S), port), _ANSWER_S)
-            self._store.set(_RUN, "")
-        except (OSError, RuntimeError) as error:
+        reason, deadline_s = "", awake_s() + _LOOK_S  # torch's own takes a moment to close
+        while not reason or awake_s() < deadline_s:
+            try:
+                host, port = self._environment.main_address, self._environment.main_port
+                reach = partial(host_store, host, timedelta(seconds=_LOOK_S), port)
+                self._store = BoundedStore(reach, _ANSWER_S)
+                self._store.set(_RUN, "")
+                return ""
+            except (OSError, RuntimeError) as error:
+                reason = str(error)
+            self._store = None
             with suppress(RuntimeError):
                 store = _rendezvous(self._environment)
                 if store.check([_RUN]):
                     self._store = store
                     return ""
-            return f"no rank can come again into this run, as the ranks' first meeting place is closed: {error}"
-        return ""
+            time.sleep(_PAUSE_S)
+        return f"no rank can come again into this run, as the ranks' first meeting place is closed: {reason}"
+
+    def any_asks(self, ranks: Sequence[int]) -> bool:
+        """Returns whether one of the ranks has asked; it may have gone."""
+        with suppress(RuntimeError):
+            return self._store is not None and any(self._store.check([f"{_ASKS}/{rank}"]) for rank in ranks)
+        return False
 
     def asking(self, ranks: Sequence[int]) -> list[int]:
         """Returns which of the ranks wait for an invitation, and answer when they are called."""

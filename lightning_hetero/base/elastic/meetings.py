@@ -73,6 +73,7 @@ class Meetings:
     Attributes:
         trainer, place: as given.
         changed: called when other ranks take part, with those that did before.
+        catch_up: called in new groups; a collective of those who have met.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Meetings:
     ) -> None:  # fmt: skip
         self.trainer, self.place = trainer, place
         self.changed: list[Callable[[tuple[int, ...]], None]] = []
+        self.catch_up: Callable[[Met], None] = lambda _: None
         self._members, self._channel = members, channel
         self._backend, self._timeout, self._silence_s = backend, timeout or default_pg_timeout, silence_s
         self._short = min(self._timeout, timedelta(seconds=collective_s))
@@ -108,13 +110,42 @@ class Meetings:
             met = self.heard(meet(what, sound=not self._broken))
             if met.sound and met.alive == self._members.alive:
                 break
-            self.regroup(met.alive, self.place.meetings)
-            what, meet = "process groups are made again", self.place.meet
+            self._anew(met)
+            meet = self.place.meet
         else:
-            raise RuntimeError(
-                f"ranks {list(self._members.alive)} live, and no process group can be made of them: look for a firewall"
-                " between them"
-            )
+            raise self._impossible()
+        self._tell()
+
+    def meet_again(self) -> None:
+        """After `leave`, where a collective was made outside of `together`; others may be elsewhere, at a meeting.
+
+        Returns when this rank has a new group, of those that live.
+
+        Raises:
+            RuntimeError: no group can be made of them.
+        """
+        for _ in range(_TRIES + self._members.world_size):
+            self._anew(self.heard(self.place.meet("contact was lost", sound=False)))
+            if not self._broken:
+                self._tell()
+                return
+        raise self._impossible()
+
+    def _anew(self, met: Met) -> None:
+        """Makes groups of those who have met, and has who is a step behind go on."""
+        if not self.regroup(met.alive, self.place.meetings):
+            try:
+                self.catch_up(met)
+            except RuntimeError:
+                self.leave()
+
+    def _impossible(self) -> RuntimeError:
+        return RuntimeError(
+            f"ranks {list(self._members.alive)} live, and no process group can be made of them: look for a firewall"
+            " between them"
+        )
+
+    def _tell(self) -> None:
         before, self._told = self._told, self._members.alive
         if before != self._told:
             for tell in self.changed:
@@ -145,7 +176,7 @@ class Meetings:
                 self._wait_at_most(self._timeout)
             except RuntimeError as failed:
                 made.clear()
-                self._break()
+                self.leave()
                 error = failed
             if self.heard(self.place.meet(f"{what}: made", sound=bool(made))).sound:
                 return made[0]
@@ -184,7 +215,7 @@ class Meetings:
             store = reach_store(address.host, address.port)
             self.rebuild(store, generation, meeting_s=meeting_s or self._silence_s, living=living or self.place.alive)
         except RuntimeError as error:
-            self._break()
+            self.leave()
             return str(error)
         self._broken = False
         return ""
@@ -213,7 +244,7 @@ class Meetings:
                 shrink_sampler(loader, members.alive, members.rank)
         compat.count_val_batches(self.trainer)
 
-    def _break(self) -> None:
+    def leave(self) -> None:
         """Inside an ``except`` block: a rank that waits for this one in a group fails now."""
         self._broken = True
         self._channel.leave()

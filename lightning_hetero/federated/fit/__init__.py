@@ -5,6 +5,5 @@
 ``local_steps``  what this rank trains between two averages
 ``rounds``       where the ranks are in an epoch and in a round, and what the policy divides among those that are there
 ``averaging``    what the ranks average
-``clients``      where clients may be lost and come again: which are there, collectives for all of them or for none
 ``run``          what exists between set-up and teardown
 """

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, disagreement
-from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.federated.runtime.averaging import add_proximal_, average_, average_states_, complete, kept_states
 from lightning_hetero.transport.side_channel import SideChannel
@@ -60,7 +60,7 @@ class Averaging:
         return list(unique.values())
 
     def meet(
-        self, row: Callable[[float, object], ClientRow], members: Members, clients: Clients | None
+        self, row: Callable[[float, object], ClientRow], members: Members, clients: RunMeetings | None
     ) -> tuple[list[ClientRow], float]:
         """Averages over the ranks that are there; a collective. Without weights nothing is changed.
 

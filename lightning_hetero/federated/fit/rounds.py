@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
 from lightning_hetero.federated.decide.rounds import Client, ClientRow, Course, RoundPlan, spread, step_report
 from lightning_hetero.federated.fit.averaging import Averaging
-from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.settings import FederatedSettings, check_data
@@ -56,7 +56,7 @@ class Rounds:
         self._steps, self._averaging, self._events = steps, averaging, events
         size = self._size if settings.policy.resizes else None
         self.binder = OwnBinder(trainer, channel, shared, opened=self._opened, epoch=self._epoch, size=size)
-        self.clients: Clients | None = None
+        self.clients: RunMeetings | None = None
         self.number = 0
         self.course: Course | None = None
         self.fresh = False

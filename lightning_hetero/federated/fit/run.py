@@ -12,27 +12,25 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.join import Invitation
+from lightning_hetero.base.elastic.run_meetings import COLLECTIVE_S, MeetingPoints, MeetingRun, RunMeetings
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost
 from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, engine_metrics, of_all
 from lightning_hetero.federated.fit.averaging import Averaging
-from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.rounds import Rounds
-from lightning_hetero.federated.fit.settings import COLLECTIVE_S, FederatedSettings
+from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 from lightning_hetero.types import StepReport
 
 
-class FederatedRun(ElasticRun[OwnBinder]):
+class FederatedRun(MeetingRun[OwnBinder]):
     """Lets the ranks meet where a round ends, before a validation, and when an epoch or the fit ends.
 
     Args:
@@ -42,7 +40,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
         invitation: into a run of others.
 
     Attributes:
-        clients: where ranks may be lost; None where they may not.
         steps: this rank's local steps.
         rounds: where the ranks are in the epoch and in the round.
         counts: counts batches on the host, where it can.
@@ -72,11 +69,11 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.rounds = Rounds(
             trainer, self.channel, shared, settings, self.members, self.steps, self._averaging, self.events
         )
-        self.clients: Clients | None = None
         if settings.min_clients is not None:
-            self.clients = self.rounds.clients = Clients(
-                trainer, strategy, self, settings, invitation, divide=self.rounds.changed
-            )
+            self.clients = self.rounds.clients = RunMeetings(
+                trainer, strategy, self, least=settings.min_clients, asked_by="min_clients",
+                liveness_s=settings.liveness_s, changed=self.rounds.changed,
+            )  # fmt: skip
         self.binder = self.rounds.binder
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
@@ -91,9 +88,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self._requeue = RequeueTogether(trainer, self.channel.rank)
         self.undo.callback(self._requeue.close)
         self.undo.callback(compat.skip_empty_batches(trainer))
-        callbacks, point = compat.trainer_callbacks(trainer), _MeetingPoints(self)
-        callbacks.insert(0, point)
-        self.undo.callback(callbacks.remove, point)
+        self.undo.callback(_MeetingPoints(trainer, self).close)
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
@@ -115,10 +110,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
         reports = list(self._reports)
         self._reports.clear()
         return reports
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        return self.members.alive
 
     def engine_metrics(self) -> dict[str, float]:
         return engine_metrics(self.rounds.number, self._rows, len(self.present)) if self._rows else {}
@@ -191,11 +182,6 @@ class FederatedRun(ElasticRun[OwnBinder]):
 
     # ---- all ranks --------------------------------------------------------------------------------------------
 
-    def gather(self, what: str) -> None:
-        """Meets all ranks that live, where ranks may be lost: before something is reduced that cannot be made again."""
-        if self.clients is not None and self.clients.open:
-            self.clients.gather(what)
-
     def meet(self, logged: tuple[str, ...] | None = None) -> None:
         """Averages what was trained since the ranks met last, if anything was, within a round or at its end.
 
@@ -243,35 +229,18 @@ class FederatedRun(ElasticRun[OwnBinder]):
         numbers = *where, *did, *self.binder.place, digest, states, told_to_stop, self._requeue.take()
         return ClientRow._make(map(float, numbers))
 
-    # ---- begin and end ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Training begins."""
         if self.clients is not None:
-            self.rounds.fresh, self.members.joining = self.members.joining, False
-            self.clients.start()
-
-    def finish(self) -> None:
-        """Training is over, on all ranks."""
-        if self.clients is not None:
-            self.clients.finish()
-
-    def ends_others(self, error: BaseException) -> bool:
-        """They go on if it was left behind, or is not yet one of them; what all learned at a meeting they know."""
-        return not (isinstance(error, LeftBehindError | RemoteFailureError) or self.members.joining)
-
-    def close(self) -> None:
-        if self.clients is not None:
-            self.clients.close()
-        super().close()
+            self.rounds.fresh = self.members.joining
+        super().start()
 
 
-class _MeetingPoints(Callback):  # private, so that command lines do not offer it
-    """The first among the callbacks, so that all others see the average; called on ranks that rest, too."""
+class _MeetingPoints(MeetingPoints):
+    """All other callbacks see the average; called on ranks that rest, too."""
 
-    def __init__(self, run: FederatedRun) -> None:
+    def __init__(self, trainer: Trainer, run: FederatedRun) -> None:
+        super().__init__(trainer, run.gather_ranks, lambda: run.present)
         self._run = run
-        self._validating: tuple[int, ...] = ()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -279,25 +248,9 @@ class _MeetingPoints(Callback):  # private, so that command lines do not offer i
         self._run.batch_over()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking:
-            return
-        before = self._run.present
-        self._run.meet()
-        self._run.gather("validation starts")
-        self._validating = self._run.present
-        if self._validating != before:
-            compat.count_val_batches(trainer, begin=True)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._run.gather("validation ends")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and set(self._validating) - set(self._run.present):
-            rank_zero_warn(
-                "a rank was lost during this validation: the metrics leave out the samples it was to validate; the next"
-                " validation covers all samples again"
-            )
+            self._run.meet()
+        super().on_validation_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.meet(tuple(compat.reduced_names(trainer)))

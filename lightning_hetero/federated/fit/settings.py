@@ -12,8 +12,6 @@ from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.server import ServerStep
 
-COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
-
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: ranks train apart, and their parameters are averaged",
     comm_hooks="communication hooks change DDP's all-reduce, which is not used here: ranks exchange parameters once in"

@@ -11,8 +11,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.admission import Admission
-from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy, ElasticRun
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.base.run import EngineRun
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class StaleRun(ElasticRun[AssignedBinder]):
+class StaleRun(EngineRun[AssignedBinder]):
     """One fit on one rank.
 
     Args:

@@ -38,7 +38,7 @@ class MetAtServer(Met):
     def read(cls, reply: Reply) -> MetAtServer:
         """Returns what a reply says."""
         said = json.loads(reply.text)
-        return cls(tuple(reply.numbers), not reply.flags, tuple(said["notices"]), Counts.of(said["counts"]))
+        return cls(tuple(reply.numbers), not reply.flags, tuple(said["notices"]), counts=Counts.of(said["counts"]))
 
 
 def state_bytes(state: dict[str, Any]) -> bytes:

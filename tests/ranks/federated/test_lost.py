@@ -56,7 +56,7 @@ class Loses(Plain):
         return super().training_step(batch, batch_idx)
 
     def vanish(self) -> None:
-        roll: Any = self.trainer.strategy._run.clients._roll  # type: ignore[attr-defined]
+        roll: Any = self.trainer.strategy._run.clients.roll  # type: ignore[attr-defined]
         roll._store.let_go()
         if self.trainer.global_rank:
             roll._left.set()
@@ -134,7 +134,7 @@ def test_averages_are_those_without_the_client_that_is_lost_in_this_round(where:
         assert len(run["validated"]) == int(val)
     assert results[0][1].distance(results[1][1]) == 0.0
     (text,) = results[0][2]["said"]
-    assert "rank 2 is left out (no sign of life for 2 s" in text and "2 clients" in text
+    assert "rank 2 is left out (" in text and "2 ranks" in text
     assert results[1][2]["said"] == []
 
 
@@ -179,7 +179,7 @@ def test_batches_are_sized_again_for_those_that_are_left() -> None:
 @pytest.mark.parametrize(
     ("who", "where", "least", "text"),
     [
-        (2, "batch", 3, "RemoteFailureError: 2 ranks are left, and min_clients=3 must be (rank 2: no sign of life"),
+        (2, "batch", 3, "RemoteFailureError: 2 ranks are left, and min_clients=3 must be (rank 2: "),
         (0, "batch", 2, "ServerLostError: rank 0, without which the others cannot go on, has died"),
     ],
 )
