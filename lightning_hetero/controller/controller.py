@@ -12,7 +12,6 @@ from lightning_hetero.controller.messages import Decision, DecisionKind, Observa
 from lightning_hetero.controller.migration import MigrationModel
 from lightning_hetero.controller.objective import Objective
 from lightning_hetero.controller.settings import ControllerSettings
-from lightning_hetero.controller.share_guard import ShareGuard
 from lightning_hetero.controller.spending import Spending
 from lightning_hetero.controller.trials import Trial, Trials
 from lightning_hetero.controller.triggers import Look, Triggers
@@ -53,7 +52,6 @@ class Controller:
         self._costs = _Costs(forms, cluster)
         self._trials = Trials()
         self._put_off: list[str] | None = None  # what there was to look at, when it was put off by a batch
-        self._guard = ShareGuard(self._costs.estimates.whole, saves=bool(spending.budgets))
         self._start_with(plan)
         first = self._objective(self._plans.pipes).at(self._plans.pipes, shares_of(plan))
         if first is None:
@@ -64,7 +62,6 @@ class Controller:
         """Takes ``plan`` for generation 0, in force from batch 0 on."""
         self._plans = _Plans(self._forms.pipes_of(plan), plan)
         self._trials.start_with(self._plans.pipes)
-        self._guard.structure(self._plans.pipes, shares_of(plan))
         self._costs.renew(plan)
         self.triggers = Triggers(self.settings, self._costs.state)
 
@@ -96,7 +93,6 @@ class Controller:
         estimates = self._costs.estimates
         if warm:
             estimates.update(seen, pipes, sizes)
-            self._guard.measured(seen, pipes, sizes)
         told += estimates.forget(seen.batch)[:1]
         if estimates.furthest(self._costs.state, _SURE) > _STALE:
             self._costs.renew(self.plan)
@@ -137,8 +133,7 @@ class Controller:
     def _decide(self, told: list[str]) -> Decision:
         look = self._look(told)
         charged = any(weight.queue > 0.0 for weight in self._spending.weights)
-        covered = self._guard.covers(shares_of(self.plan))
-        if not look.reason and not charged and covered and self._costs.kept == self.generation:
+        if not look.reason and not charged and self._costs.kept == self.generation:
             return self._decision("")  # as with the same costs before
         pipes = self._plans.pipes
         objective = self._objective(pipes)
@@ -149,15 +144,12 @@ class Controller:
         if look.reason:
             found = self._search(objective, best, look.ranks)
             gain = best.value - found.value
-            pays = found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best)
-            if pays and self._guard.admits(found.pipes, found.shares):
+            if found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best):
                 return self._adopt("plan", best, found, look.reason)
-        most = self._guard.within(best.shares, tight=not covered)
-        limited = objective.at(pipes, most) or best
-        gain = now.value - limited.value
-        if most != now.shares and (not covered or gain > _SHARE_BAND * objective.scale_at(now)):
-            return self._adopt("shares", now, limited, "samples per group" if covered else self._guard.why(most))
-        self._costs.kept = -1 if charged or most != best.shares else self.generation
+        gain = now.value - best.value
+        if best.shares != now.shares and gain > _SHARE_BAND * objective.scale_at(now):
+            return self._adopt("shares", now, best, "samples per group")
+        self._costs.kept = -1 if charged else self.generation
         return self._decision("")
 
     def _look(self, told: list[str]) -> Look:
@@ -182,10 +174,8 @@ class Controller:
         self._plans.add(new.pipes, self._forms.plan_of(new, problem), moves=kind != "shares", pause_s=new.pause_s)
         predicted_s = bias * new.time_s
         gain_s = bias * now.time_s - predicted_s if now is not None else math.inf
-        self._guard.decided(new.shares)
         if kind != "shares":
             self._trials.remember(new.pipes)
-            self._guard.structure(new.pipes, new.shares)
         if kind == "plan":
             self._trials.next = Trial(
                 generation=self.generation, old=old, predicted_s=predicted_s, for_time=gain_s > 0.0
@@ -228,7 +218,6 @@ class Controller:
             "estimates": self._costs.estimates.to_plain(),
             "migration": list(self._costs.migration.ratios),
             "bias": list(self._trials.bias_of),
-            "guard": self._guard.state_dict(),
             **self._spending.to_plain(),
         }
 
@@ -250,7 +239,6 @@ class Controller:
         self._costs.estimates.load(state["estimates"])
         self._costs.migration.ratios = list(state["migration"])
         self._trials.bias_of.extend(state["bias"])
-        self._guard.load_state_dict(state.get("guard", {}))
         self._start_with(plan)
 
 

@@ -28,7 +28,7 @@ from lightning_hetero.controller.messages import LinkTime, Observation
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.chain.layers import fixed_and_per_sample
 from lightning_hetero.solvers.placement.pipes import Pipe
-from lightning_hetero.types import AffineCost, Cluster, Link, ModelCost
+from lightning_hetero.types import Cluster, Link, ModelCost
 
 _FEW = 3  # layers in a stage, below which their median says nothing
 _SMALL = 0.1  # of the mean layer of a stage
@@ -127,9 +127,6 @@ class Estimates:
     Args:
         model: the costs that were planned with, tied layers joined.
         cluster: devices and links that were planned with.
-
-    Attributes:
-        whole: what the whole model takes, as profiled.
     """
 
     def __init__(self, model: ModelCost, cluster: Cluster) -> None:
@@ -142,8 +139,6 @@ class Estimates:
         self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `_RECHECK`
         self._base = [fixed_and_per_sample(layer) for layer in model.layers]
         self._leader = [fixed_and_per_sample(model.before), fixed_and_per_sample(model.head)]
-        fixed_s, per_sample_s = map(sum, zip(*self._base, *self._leader, strict=True))
-        self.whole = AffineCost(fixed_s=fixed_s, per_sample_s=per_sample_s)
 
     # ---- measurements ----
 

@@ -29,7 +29,6 @@ _INCOME = 0.005  # per batch
 _BELIEVED = 0.8  # of what was saved: a model may be wrong about a step's fixed part
 _MOST = 2.0  # and one more per batch that a decision comes late: what good times leave to lose in bad ones
 _MEAN_BATCHES = 50  # of the mean time
-_CALM_BATCHES = 8  # of which the fastest tells what a batch is worth that was saved in a slow one
 _SLACK = 1.25  # so that shares at the limit do not change with every record
 _TRIAL = 3  # records after which a change must have paid ...
 _WORSE = 0.02  # ... or at least have cost no more than this part of their time
@@ -80,7 +79,6 @@ class RegretGuard:
         self._under_way: list[Shares] = []  # drawn, not measured
         self._batches = 1  # per record, lately
         self._trial: _Trial | None = None
-        self._calm_s: list[float] = []
 
     def rebase(self, equal: Shares) -> None:
         """Measures from now on against other equal shares: what ranks can hold has changed."""
@@ -168,10 +166,7 @@ class RegretGuard:
             self._credit = min(_START + _START_EACH * (self.lag + batches), _START_MOST)
         self._seen = min(self._seen + batches, _MEAN_BATCHES)
         self._mean_s += (equal_s - self._mean_s) * min(1.0, batches / self._seen)
-        self._calm_s = [*self._calm_s, equal_s][-_CALM_BATCHES:]
-        if saved_s > 0.0:
-            saved_s *= _BELIEVED * min(self._calm_s) / equal_s
-        earned_s = batches * _INCOME * equal_s + saved_s
+        earned_s = batches * _INCOME * equal_s + (_BELIEVED * saved_s if saved_s > 0.0 else saved_s)
         most = _MOST + self.lag + batches
         self._credit = min(max(self._credit + earned_s / self._mean_s, 0.0), most)
         trial = self._trial
