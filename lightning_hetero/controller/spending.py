@@ -90,7 +90,7 @@ class Spending:
         return changed
 
     def rate(self, ranks: Sequence[int]) -> float:
-        """Returns the money per second that these ranks cost, and the others at rest."""
+        """Returns the money per second that these ranks cost, and the others, which rest."""
         held = float(self.price_per_s[list(ranks)].sum())
         return held + self.rest_cost * (float(self.price_per_s.sum()) - held)
 

@@ -1,4 +1,4 @@
-"""A rank's own finite stream, read ahead of what the rank is assigned; what was trained in vain comes again (layer T).
+"""A rank's own finite stream, read ahead of what the rank is assigned; what has not counted comes again (layer T).
 
     loader --> | read ahead | --next(n)--> taken --settle--> trained, or back to the front
 

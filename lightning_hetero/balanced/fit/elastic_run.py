@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Callback
+
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
@@ -94,7 +96,7 @@ class ElasticBalancedRun(MeetingRun[BalancedBinder], BalancedRun):
         self.clients = RunMeetings(  # pyright: ignore[reportIncompatibleVariableOverride]
             trainer, strategy, self, least=settings.min_ranks or 1, asked_by="min_ranks", liveness_s=_LIVENESS_S
         )
-        self.undo.callback(MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
+        self.undo.callback(_MeetingPoints(trainer, self.gather_ranks, lambda: self.present).close)
         rank, world = trainer.global_rank, trainer.world_size
         self._exchange = ElasticExchange(self.clients, self.channel, self.failures, rank=rank, world_size=world)
         return self._exchange
@@ -133,3 +135,7 @@ class ElasticBalancedRun(MeetingRun[BalancedBinder], BalancedRun):
         if self.clients.admits and controller is not None:
             state |= {"exchanges": self.clients.roll.steps, "controller": controller.state_dict()}
         return state
+
+
+class _MeetingPoints(MeetingPoints, Callback):
+    """Where the ranks of a run with ``min_ranks`` meet."""

@@ -13,17 +13,15 @@
                                                  groups are made; the epoch goes on            [meetings]
 
 The joining rank resumes as from any checkpoint of Lightning's, so its counters, schedulers and callbacks are those of
-the others. The members wait for it before that epoch and nowhere else, and only when it has asked; a rank that has died
-since does not answer when it is called, and is not invited.
+the others. The members wait for it only when it has asked; one that has died since does not answer, and is not invited.
 
 Any process that reaches the port where the ranks met at first may read and write that store. So nothing in it is
 secret, and nothing is believed: the invitation, with the server's address and tokens and the checkpoint's name, is a
 file next to the checkpoint that only this user can have written and can read, and it repeats a number that the joining
 rank has chosen.
 
-Ranks started by something else than torchrun (which restarts all ranks instead) can join; rank 0 cannot: the store in
-which the others are found is at its address, and it is the one that waits for them there. A rank that comes when the
-run has ended waits for a new one, up to the strategy's timeout, as any rank does that is started alone.
+Not under torchrun, which restarts all ranks instead, and not rank 0: the store in which the others are found is its
+own. A rank that comes when the run has ended waits for a new one, up to the strategy's timeout.
 """
 
 from __future__ import annotations

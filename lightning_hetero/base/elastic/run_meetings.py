@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -104,8 +104,8 @@ class RunMeetings(Meetings):
             self._members.hosted = None
 
 
-class MeetingPoints(Callback):
-    """The first among the callbacks; private to a run, so that command lines do not offer it.
+class MeetingPoints:
+    """The first among the callbacks; a run makes a private callback of it, so that command lines do not offer it.
 
     Args:
         trainer: the running trainer.
@@ -117,11 +117,11 @@ class MeetingPoints(Callback):
         self._gather, self._present = gather, present
         self._validating: tuple[int, ...] = ()
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._callbacks.insert(0, self)
+        self._callbacks.insert(0, cast("Callback", self))
 
     def close(self) -> None:
         """Takes the callback out again."""
-        self._callbacks.remove(self)
+        self._callbacks.remove(cast("Callback", self))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:

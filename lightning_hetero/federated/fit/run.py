@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
@@ -235,7 +235,7 @@ class FederatedRun(MeetingRun[OwnBinder]):
         super().start()
 
 
-class _MeetingPoints(MeetingPoints):
+class _MeetingPoints(MeetingPoints, Callback):
     """All other callbacks see the average; called on ranks that rest, too."""
 
     def __init__(self, trainer: Trainer, run: FederatedRun) -> None:
