@@ -141,7 +141,7 @@ class Worker:
 
         Args:
             epoch, global_step: where this worker is.
-            read: samples read of this worker's own stream, and whether that is through; empty: there is none.
+            read: samples read of this worker's own stream, and whether that is through; empty: no stream.
 
         Raises:
             RemoteFailureError: the run has failed.
