@@ -44,6 +44,15 @@ def raise_no_length() -> NoReturn:
     raise TypeError("the batches of finite streams (stream='finite') are known when all ranks are through")
 
 
+def raise_unknown_place(step: int) -> NoReturn:
+    """Refuses to go on in an epoch where a checkpoint does not tell each rank's place in its own stream."""
+    raise ValueError(
+        f"training goes on after {step} batches in the middle of an epoch, and it is not known how many"
+        " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on"
+        " as many ranks as then, or from one made at the end of an epoch"
+    )
+
+
 @dataclass(kw_only=True)
 class RebatchedStream(BatchFeed):
     """Hands out batches of an iterable-style ``loader`` that have this rank's share of samples.

@@ -205,7 +205,8 @@ def test_every_logged_metric_is_documented_and_no_other(engine: Engine) -> None:
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:
     page = "".join(page.read_text() for page in sorted((REFERENCE / "api").glob("*.md")))
-    documented = set(re.findall(r"^\.\. auto(?:class|function|data):: (?:lightning_hetero\.)?([\w.]+)$", page, flags=re.M))
+    shown_as = r"^\.\. auto(?:class|function|data):: (?:lightning_hetero\.)?([\w.]+)$"
+    documented = set(re.findall(shown_as, page, flags=re.M))
     assert set(lightning_hetero.__all__) - {"__version__"} <= documented
     for module in (predictors, balanced_policy, stale_policy, federated_policies):
         here = module.__name__.removeprefix("lightning_hetero.")

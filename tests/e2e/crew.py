@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.e2e.stale.scripts import Process, collect, free_port, start_rank
+from tests.e2e.stale.scripts import Ended, Process, collect, free_port, start_rank
 
 PATIENCE_S = 90.0
 
@@ -24,9 +24,8 @@ class Crew:
 
     def start(self, name: str, rank: int, **asked: Any) -> None:
         output = self.folder / f"said {name}"
-        self.processes[name] = start_rank(
-            self.folder, rank, output, port=self.port, ranks=3, script="client.py", **asked
-        )
+        asked = {"ranks": 3, **asked}
+        self.processes[name] = start_rank(self.folder, rank, output, port=self.port, script="client.py", **asked)
 
     def until(self, what: str, happened: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -46,13 +45,15 @@ class Crew:
         self.until(f"the end of {name}", lambda: self.processes[name].poll() is not None)
 
     def asks(self, rank: int) -> None:
+        """Waits until the rank asks in the store that is there now."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
         self.until(f"rank {rank} asks", lambda: store.check([f"lightning_hetero/asks/{rank}"]))
 
     def end(self, limit_s: float = PATIENCE_S) -> dict[str, int]:
+        """Waits for all; keeps what is left as `left`, and returns the exit codes."""
         outputs = [self.folder / f"said {name}" for name in self.processes]
-        left = collect(self.folder, [*self.processes.values()], outputs, limit_s)
-        return dict(zip(self.processes, left.code, strict=True))
+        self.left: Ended = collect(self.folder, [*self.processes.values()], outputs, limit_s)
+        return dict(zip(self.processes, self.left.code, strict=True))
 
     def said(self, name: str) -> str:
         return (self.folder / f"said {name}").read_text()

@@ -31,6 +31,7 @@ from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.order import Channel
+from lightning_hetero.data.stream import raise_unknown_place
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.policy import BalancePolicy
@@ -332,11 +333,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             if (mode := self.settings.stream) in ("finite", "infinite"):
                 before = self._used.get(step) if step else [0] * len(part.shares)
                 if before is None and mode == "finite":
-                    raise ValueError(
-                        f"training goes on after {step} batches in the middle of an epoch, and it is not known how many"
-                        " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on"
-                        " as many ranks as then, or from one made at the end of an epoch"
-                    )
+                    raise_unknown_place(step)
                 taken = part.shares if mode == "finite" else [n or part.dummy for n in part.shares]
                 self._used = {} if before is None else {step: before, step + 1: [*map(int.__add__, before, taken)]}
             return part

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.data.order import Channel
 from lightning_hetero.data.own_stream import OwnStream
+from lightning_hetero.data.stream import raise_unknown_place
 from lightning_hetero.stale.decide.intervals import size
 from lightning_hetero.stale.decide.streams import Stream, Streams
 
@@ -50,11 +51,7 @@ class OwnSamples(OwnStream):
         rank, error = self._members.rank, None
         used = self._used.get(first) if first else [0] * self._members.world_size
         if used is None:
-            raise ValueError(
-                f"training goes on after {first} batches in the middle of an epoch, and it is not known how many"
-                " samples of their streams the ranks have used: resume from a checkpoint of stream='finite' on as many"
-                " ranks as then, or from one made at the end of an epoch"
-            )
+            raise_unknown_place(first)
         try:
             self.begin(used[rank])
         except Exception as failed:

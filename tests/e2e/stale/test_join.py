@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from lightning_hetero.base.elastic.admission import COME_S
-from tests.e2e.stale.scripts import Ended, Process, collect, free_port, nothing_left, start_rank, write_script
+from tests.e2e.crew import Crew
+from tests.e2e.stale.scripts import nothing_left, write_script
 
 pytestmark = pytest.mark.timeout(200)
 
 TICKS = 8  # of an epoch: 96 samples in global batches of 3 * 4
-PATIENCE_S = 90.0
 
 JOINING = """
 import os, signal, time
@@ -66,7 +64,7 @@ def clean(tmp_path: Path) -> Iterator[None]:
     assert list(tmp_path.rglob("*.ckpt*")) == []  # nor an invitation
 
 
-class Crew:
+class Joining(Crew):
     """Ranks, started one by one; all at once in truth, as starting takes long, but each waits for its gate.
 
     A gate ``"end 2"`` lets rank 0, or another ``keeper``, wait at the end of epoch 2; any other name, a process before
@@ -74,55 +72,17 @@ class Crew:
     """
 
     def __init__(self, folder: Path, **asked: Any) -> None:
-        self.folder, self.port = folder, free_port()
+        super().__init__(folder, JOINING)
         self.asked = asked
-        self.processes: dict[str, Process] = {}
         write_script(folder)
-        (folder / "joining.py").write_text(JOINING)
 
     def start(self, name: str, rank: int, *gates: str, **asked: Any) -> None:
         gate = name if name.startswith("again") else ""
-        asked = {"ranks": 3, "keeper": 0, **self.asked, "gates": [*gates, name], "gate": gate, **asked}
-        output = self.folder / f"said {name}"
-        self.processes[name] = start_rank(
-            self.folder, rank, output, port=self.port, script="joining.py", **asked
-        )
-
-    def until(self, what: str, happened: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not happened():
-            if time.monotonic() > deadline_s:
-                self.end(limit_s=0.0)
-                raise AssertionError(f"never: {what}")
-            time.sleep(0.02)
-
-    def go(self, gate: str) -> None:
-        self.until(f"somebody at {gate}", (self.folder / f"at {gate}").exists)
-        (self.folder / f"go {gate}").touch()
-
-    def at(self, gate: str) -> None:
-        self.until(f"somebody at {gate}", (self.folder / f"at {gate}").exists)
-
-    def ended(self, name: str) -> None:
-        self.until(f"the end of {name}", lambda: self.processes[name].poll() is not None)
-
-    def asks(self, rank: int) -> None:
-        """Waits until the rank asks in the store that is there now."""
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-        self.until(f"rank {rank} asks", lambda: store.check([f"lightning_hetero/asks/{rank}"]))
-
-    def end(self, limit_s: float = PATIENCE_S) -> dict[str, int]:
-        """Waits for all; keeps what is left as `left`, and returns the exit codes."""
-        outputs = [self.folder / f"said {name}" for name in self.processes]
-        self.left: Ended = collect(self.folder, list(self.processes.values()), outputs, limit_s)
-        return dict(zip(self.processes, self.left.code, strict=True))
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"said {name}").read_text()
+        super().start(name, rank, **{"keeper": 0, **self.asked, "gates": [*gates, name], "gate": gate, **asked})
 
 
 def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, epochs=5, transport="pairs", trace=True)
+    crew = Joining(tmp_path, epochs=5, transport="pairs", trace=True)
     crew.start("zero", 0, "end 0", "end 1", "end 4")
     crew.start("one", 1, fault=["kill", 1], at=[1, 0])
     crew.start("two", 2, fault=["kill", 2], at=[0, 0])
@@ -171,7 +131,7 @@ def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -
 
 @pytest.mark.long
 def test_after_rank_0_has_died_a_lower_rank_comes_again_and_lets_in_another(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, epochs=6, ranks=4, keeper=2)
+    crew = Joining(tmp_path, epochs=6, ranks=4, keeper=2)
     for name, rank in (("zero", 0), ("one", 1), ("three", 3)):
         crew.start(name, rank, fault=["kill", rank], at=[0, 1])
     crew.start("two", 2, "end 1")
@@ -208,8 +168,8 @@ script.main()
 
 def test_a_second_fit_in_the_same_processes_is_without_the_dead_rank(tmp_path: Path) -> None:
     """A new model, Trainer and strategy: they must not wait for it. Evaluation is whole again, too."""
-    crew = Crew(tmp_path, epochs=2, fault=["kill", 2], at=[1, 0])
-    (tmp_path / "joining.py").write_text(TWICE)
+    crew = Joining(tmp_path, epochs=2, fault=["kill", 2], at=[1, 0])
+    (tmp_path / "client.py").write_text(TWICE)
     for name, rank in (("zero", 0), ("one", 1), ("two", 2)):
         crew.start(name, rank)
     assert crew.end() == {"zero": 0, "one": 0, "two": -9}, crew.left.screens
@@ -219,7 +179,7 @@ def test_a_second_fit_in_the_same_processes_is_without_the_dead_rank(tmp_path: P
 
 @pytest.mark.parametrize("transport", ["auto", "pairs"])
 def test_no_server_survives_when_all_ranks_are_killed(tmp_path: Path, transport: str) -> None:
-    crew = Crew(tmp_path, ranks=2, epochs=1000, step_s=0.01, transport=transport)
+    crew = Joining(tmp_path, ranks=2, epochs=1000, step_s=0.01, transport=transport)
     for rank in range(2):
         crew.start(str(rank), rank, "start 1")
     crew.at("start 1")
