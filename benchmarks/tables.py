@@ -44,6 +44,8 @@ def _span(values: Sequence[float], form: str = "{:.2f}", last: str = "") -> str:
 FOUR = "4 ranks 1:1:1/2:1/4"
 CAPPED = "memory-capped, mlp"
 LOSS = ": final loss to DDP's"
+FIRST, LATER = "a first run", "with the last run's speeds"
+HINDSIGHT = "ours / static parts that are best in hindsight, whole run"
 
 
 def gain(results: Results) -> str:
@@ -87,10 +89,13 @@ def balanced(results: Results) -> str:
             f"{results[f'{case}: stock DDP step']:.0f} / {results[f'{case}: our step']:.0f}",
             f"{results[f'{case}: speed-up over DDP']:.2f} / {whole:.2f}",
             f"{results[f'{case}: fraction of ideal, gross']:.2f} / {results[f'{case}: fraction of ideal, net']:.2f}",
+            " / ".join(_faster(results, f"{case}: {HINDSIGHT}, {run}") for run in (FIRST, LATER)),
+            results.text(f"{case}: our step / the fast devices alone, ideal step", "{:.2f}"),
             f"{results[f'{case}: relative gradient error, first step']:.0e} / {bias}",
         ])  # fmt: skip
     head = ["emulated devices", "step in ms, DDP / ours", "times as fast, step / whole run",
-            "of the ideal, gross / net", "gradient error: ours / static unweighted split"]  # fmt: skip
+            "of the ideal, gross / net", "times as fast as the best static split, whole run, first / later",
+            "step over that of the fast devices alone", "gradient error: ours / static unweighted split"]  # fmt: skip
     (swapped,) = results.cases(": steps to 5% of ideal after swap")
     equal: dict[str, list[tuple[str, str]]] = {}
     for case in results.cases(": ours / DDP"):  # "2 equal ranks, 3 ms steps of stock DDP"
@@ -110,6 +115,17 @@ def balanced(results: Results) -> str:
 def _faster(results: Results, figure: str) -> str:
     """Returns how many times as fast, of a ratio of times; a dash where there is none."""
     return f"{1.0 / results[figure]:.2f}" if figure in results else DASH
+
+
+def real_work(results: Results) -> str:
+    """Of docs/benchmarks.md: nothing emulated, other programs on one of two cores."""
+    if not (cases := [name for name in results.figures if name.endswith(": DDP / static split, whole run")]):
+        return "These runs have not been measured yet."
+    engines = ("static split", "free core alone", "balanced", "balanced, narx", "stale", "DDP again")
+    rows = []
+    for case in (name.rpartition(": ")[0] for name in cases):
+        rows.append([case, *(results.text(f"{case}: DDP / {engine}, whole run", "{:.2f}") for engine in engines)])
+    return _table(["times as fast as DDP, whole run", *engines], rows)
 
 
 def stale(results: Results) -> str:
@@ -324,6 +340,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "goals": ("balanced", goals),
     "missed": ("balanced", missed),
     "balanced": ("balanced", balanced),
+    "real work": ("balanced", real_work),
     "stale": ("stale", stale),
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),

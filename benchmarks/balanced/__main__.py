@@ -32,7 +32,7 @@ NOTES = (
     " min_samples=1: the default keeps every rank above a quarter of the equal share. Python's garbage is"
     " collected before every run, of every engine."
 )
-QUICK = ("4 ranks 1:1:1/2:1/4", "two busy loops, all the time")
+QUICK = ("4 ranks 1:1:1/2:1/4", "CNN, two busy loops, all the time")
 PREDICTORS = "predictors"
 
 

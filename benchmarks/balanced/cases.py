@@ -12,7 +12,7 @@ from lightning_hetero.emulate.scenario import as_changes
 SPELLS = SlowSpells(probability=1 / 30, factor=6.0, steps=8)  # a quarter of the steps, as in `benchmarks.stale`
 PATTERN = (1.0, 1.0, 0.5, 0.25)
 STRONG = (1.0, 1.0, 0.5, 0.125)
-WORDS = ("no busy loop", "one busy loop", "two busy loops")
+LOOPS = ("no busy loop", "one busy loop", "two busy loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,20 +125,38 @@ class Contention:
     """Real work of two ranks beside busy loops on the second one's core.
 
     Attributes:
+        model: ``"GPT"`` or ``"CNN"``, see `benchmarks.balanced.busy`.
         loops: how many.
         phase: steps with the loops, and without, in turn; 0: they run all the time.
         steps: optimizer steps per run.
+        per_rank: samples of an equal share.
     """
 
+    model: str
     loops: int
+    per_rank: int
     phase: int = 0
-    steps: int = 120
+    steps: int = 60
     world_size: int = 2
-    per_rank: int = 32
 
     @property
     def name(self) -> str:
-        return f"{WORDS[self.loops]}, {'comes and goes' if self.phase else 'all the time'}"
+        return f"{self.model}, {LOOPS[self.loops]}, {'coming and going' if self.phase else 'all the time'}"
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """The best fixed shares in hindsight: a core is divided equally among the programs on it.
+
+        Where the loops come and go these are the best ones for the time with them, too: from there on each sample that
+        moves to the second rank costs three in one half of the steps and saves one in the other half.
+        """
+        slow = round(2 * self.per_rank / (2 + self.loops))
+        return 2 * self.per_rank - slow, slow
+
+    @property
+    def left_out(self) -> str:
+        """The contender that is not asked here: the noise is shown without loops, NARX where they come and go."""
+        return "DDP again" if self.phase else "balanced, narx"
 
     def is_loaded(self, step: int) -> bool:
         """Whether the loops run in a step."""
@@ -151,7 +169,8 @@ class Contention:
 
 def contended() -> list[Contention]:
     """None, one or two loops all the time, and two that come and go."""
-    return [*(Contention(loops=n) for n in (0, 1, 2)), Contention(loops=2, phase=40, steps=240)]
+    gpt, cnn = [[Contention(model=m, loops=n, per_rank=k) for n in (0, 1, 2)] for m, k in (("GPT", 16), ("CNN", 32))]
+    return [*gpt, Contention(model="GPT", loops=2, per_rank=16, phase=40, steps=160), *cnn]
 
 
 def unequal_cases() -> list[Case]:

@@ -118,6 +118,7 @@ def summarize(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
             figures.append(put(name, ratio, "x", most=most if engine != "ours" else None))
         fast_s = fast_step_s(plain, case.world_size, case.global_batch)
         figures.append(put("the fast devices alone, ideal step", fast_s * 1e3, "ms"))
+        figures.append(put("our step / the fast devices alone, ideal step", ours_s / fast_s, "x"))
         bias = statistics.median(raw["folk"]["gradient_error"])
         figures.append(put("static uneven sampler, unweighted: relative gradient error", bias, ""))
     taken = max(value for engine in raw.values() for value in engine["taken"])

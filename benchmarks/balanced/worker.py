@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.balanced.busy import BusyLoops, Load, Products, Sequences, pin, usable_cores
+from benchmarks.balanced.busy import CNN, GPT, BusyLoops, Load, Repeated, images, pin, usable_cores, words
 from benchmarks.balanced.cases import Case, Contention, EqualCase, best_static, contended, equal_cases, unequal_cases
 from benchmarks.emulated import Emulated
 from benchmarks.kit.figures import percentile
@@ -116,28 +117,44 @@ def run_equal(case: EqualCase, repeats: int, rank: int) -> dict[str, Any]:
 CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "DDP": lambda: gloo(DDPStrategy),
     "DDP again": lambda: gloo(DDPStrategy),
+    "static split": lambda: gloo(DDPStrategy),
+    "free core alone": lambda: SingleDeviceStrategy("cpu"),
     "balanced": lambda: gloo(LoadBalancedStrategy),
     "balanced, narx": lambda: gloo(LoadBalancedStrategy, predictor="narx"),
     "stale": lambda: gloo(BoundedStalenessStrategy),
 }
+REAL: dict[str, tuple[type[LightningModule], Callable[[], Tensor]]] = {"GPT": (GPT, words), "CNN": (CNN, images)}
 
 
 def run_contended(case: Contention, repeats: int, rank: int) -> dict[str, Any]:
     """Real work beside busy loops on rank 1's core: the seconds of whole runs and of steady steps by engine."""
-    out: dict[str, Any] = {name: {"whole_s": [], "steady_s": []} for name in CONTENDERS}
-    names: Sequence[str] = list(CONTENDERS)
+    names: Sequence[str] = [name for name in CONTENDERS if name != case.left_out]
+    out: dict[str, Any] = {name: {"whole_s": [], "steady_s": []} for name in names}
     for turn in range(repeats):
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            clock = Clock()
-            data = Sequences(case.per_rank * dist.get_world_size() * (case.steps + 2))
-            loader = DataLoader(data, batch_size=case.per_rank, shuffle=True)
-            with BusyLoops(case.loops) if rank == 1 else nullcontext() as loops:
+            with forgetting(), BusyLoops(case.loops) if rank == 1 else nullcontext() as loops:
                 dist.barrier()
-                load = Load(loops, case.is_loaded)
-                fit(CONTENDERS[name](), Products(), loader, steps=case.steps, callbacks=[load, clock])
-            out[name]["whole_s"].append(max(gathered(clock.fit_s)))
-            out[name]["steady_s"].append(max(gathered(clock.steady_s())))
+                took = contend(name, case, Load(loops, case.is_loaded), rank)
+            for field, seconds in zip(out[name], zip(*gathered(took), strict=True), strict=True):
+                out[name][field].append(max(seconds))
     return out
+
+
+def contend(name: str, case: Contention, load: Load, rank: int) -> tuple[float, float]:
+    """Trains by a contender; returns the time of the run and of a steady step, 0.0 of a rank that is left out [s]."""
+    alone, clock, (model, samples) = name == "free core alone", Clock(), REAL[case.model]
+    if alone and rank > 0:
+        return 0.0, 0.0
+    total = case.per_rank * case.world_size
+    data, size = Repeated(samples(), total * (case.steps + 2)), total if alone else case.per_rank
+    loader = DataLoader(data, batch_size=size, shuffle=True)
+    if name == "static split":
+        loader = DataLoader(data, batch_sampler=StaticShares(len(data), case.shares, rank))
+    fit(
+        CONTENDERS[name](), model(), loader, steps=case.steps, callbacks=[load, clock], ranks=1 if alone else None,
+        use_distributed_sampler=name != "static split", plugins=[LightningEnvironment()] if alone else None,
+    )  # fmt: skip
+    return clock.fit_s, clock.steady_s()
 
 
 def measure(rank: int, name: str, repeats: int, quick: bool) -> dict[str, Any]:
