@@ -7,6 +7,7 @@ one that is no longer there is an error, not a gap. A benchmark that has no resu
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -155,7 +156,7 @@ def stale(results: Results) -> str:
     losses = [results[case + LOSS] for case in results.cases(LOSS) if case.startswith("simulated")]
     return _joined(
         _table(head, rows),
-        f"No contribution was more than {oldest} versions old. The simulated half (all policies, twelve seeds) has the"
+        f"No contribution was more than {oldest} versions old. The simulated half (all policies) has the"
         f" losses as well: up to {max(losses):.1f} times DDP's final loss, where the learning rate sits at the edge of"
         " stability.",
     )
@@ -180,6 +181,20 @@ def policies(results: Results) -> str:
             lined.append(cells)
         parts.append(_table([model, *(f"{word}: time, final loss" for word in clusters.values())], lined))
     return "\n\n".join(parts)
+
+
+def optimizers(results: Results) -> str:
+    """Of docs/theory/stale_policies.md: what the default policy does to the final loss, by optimizer."""
+    rows = [row for row in results.raw["simulated"] if row["policy"] == "flexible"]
+    kinds = [f"MLP, {optimizer}" for optimizer in ("SGD", "momentum", "Adam", "Muon")]
+    if any(f"{kind}: loss to DDP" not in row for kind in kinds for row in rows):
+        return "These runs have not been measured yet."
+    lines = []
+    for kind in kinds:
+        losses = [(row[f"{kind}: loss to DDP"], row[f"{kind}: loss to DDP, standard error"]) for row in rows]
+        mean = math.exp(sum(math.log(loss) for loss, _ in losses) / len(losses))
+        lines.append([kind, *(f"{loss:.2f} +- {error:.2f}" for loss, error in losses), f"{mean:.2f}"])
+    return _table(["final loss over DDP's", *(row["case"] for row in rows), "mean"], lines)
 
 
 def pipeline(results: Results) -> str:
@@ -352,6 +367,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
     "policies": ("stale", policies),
+    "optimizers": ("stale", optimizers),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

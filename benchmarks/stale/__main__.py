@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.kit.figures import Figure, columns, named
 from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.stale import real, simulated
-from benchmarks.stale.cases import CASES, SEEDS
+from benchmarks.stale.cases import CASES, FEW, SEEDS
 
 OURS = "flexible"
 QUICK = ("1:1:1/2:1/4",)
@@ -119,7 +119,8 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
     ]
     beside(real_rows, simulated_rows)
     notes = (
-        f"Simulated: {len(SEEDS)} seeds that chose nothing, medians; losses are geometric means of pairs. Real:"
+        f"Simulated: {len(SEEDS)} seeds that chose nothing ({FEW} of policies that are not the default), medians;"
+        " losses are geometric means of pairs. Real:"
         f" four processes on two cores, {len(real.SEEDS)} seeds, medians of ratios; compute is emulated by sleeping in"
         " proportion to samples, real forward and backward included; Lightning, data loading and transfers come on top,"
         " so ratios to the bound are not those of the simulation. Batches, p95 and longest, and what emulated work took"

@@ -1,4 +1,4 @@
-"""Real training on a simulated schedule: digits, an MLP and a CNN, momentum SGD and Adam.
+"""Real training on a simulated schedule: digits, an MLP and a CNN, four optimizers.
 
 The recipe is the one tuned for synchronous training and is never touched: one model, data order, noise and initial
 weights per seed, whatever the policy, so runs are compared in pairs. Parameters are flat float32 vectors that are
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,8 @@ class Recipe:
     Attributes:
         name: as in the tables.
         epochs: length of the cosine schedule.
-        lr: at its start; the best of a grid by time to the target.
+        lr: at its start; the best of a grid by time to the target, of SGD and Muon half of the largest that trains.
+        optimizer: as torch has it: SGD, SGD with momentum 0.9, Adam, or Muon with Adam for the biases at a third.
         target: training loss, mean over the last epoch's worth of samples, for the time to target.
         centred: whether the mean image is taken off. Without that the curvature is much larger, and the best learning
             rate lies at the edge of stability: the hardest case for stale gradients.
@@ -120,7 +121,7 @@ class Recipe:
     name: str
     epochs: int
     lr: float
-    adam: bool
+    optimizer: Literal["SGD", "momentum", "Adam", "Muon"]
     target: float
     weights: Callable[[np.random.Generator], Vector]
     gradient: Gradient
@@ -132,13 +133,33 @@ _CNN_RECIPE: dict[str, Any] = {"epochs": 12, "weights": cnn_weights, "gradient":
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe(name="MLP, momentum", lr=0.5, adam=False, target=0.02, **_MLP_RECIPE),
-        Recipe(name="MLP, Adam", lr=0.03, adam=True, target=0.02, **_MLP_RECIPE),
-        Recipe(name="CNN, momentum", lr=0.2, adam=False, target=0.05, **_CNN_RECIPE),
-        Recipe(name="CNN, Adam", lr=0.03, adam=True, target=0.05, **_CNN_RECIPE),
-        Recipe(name="MLP at the edge, momentum", lr=0.35, adam=False, target=0.03, centred=False, **_MLP_RECIPE),
+        Recipe(name="MLP, momentum", lr=0.5, optimizer="momentum", target=0.02, **_MLP_RECIPE),
+        Recipe(name="MLP, Adam", lr=0.03, optimizer="Adam", target=0.02, **_MLP_RECIPE),
+        Recipe(name="MLP, SGD", lr=2.0, optimizer="SGD", target=0.05, **_MLP_RECIPE),
+        Recipe(name="MLP, Muon", lr=0.02, optimizer="Muon", target=0.02, **_MLP_RECIPE),
+        Recipe(name="CNN, momentum", lr=0.2, optimizer="momentum", target=0.05, **_CNN_RECIPE),
+        Recipe(name="CNN, Adam", lr=0.03, optimizer="Adam", target=0.05, **_CNN_RECIPE),
+        Recipe(
+            name="MLP at the edge, momentum", lr=0.35, optimizer="momentum", target=0.03, centred=False, **_MLP_RECIPE
+        ),
     )
 }
+
+
+def layered(flat: Vector) -> list[Vector]:
+    """Returns the weights and biases of the MLP as views of a flat vector."""
+    ends = np.cumsum([math.prod(shape) for shape in _MLP])[:-1]
+    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends), _MLP, strict=True)]
+
+
+def orthogonal(matrix: Vector) -> Vector:
+    """Returns the matrix with singular values near 1: five Newton-Schulz steps with torch's coefficients."""
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / np.float32(np.linalg.norm(wide) + 1e-7)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = np.float32(3.4445) * wide + (np.float32(-4.775) * square + np.float32(2.0315) * square @ square) @ wide
+    return (wide.T if matrix.shape[0] > matrix.shape[1] else wide).astype(np.float32)
 
 
 class Learner:
@@ -157,6 +178,7 @@ class Learner:
         self.global_step = self.steps = 0
         self.first = np.zeros_like(self.weights)
         self.second = np.zeros_like(self.weights)
+        self.buffer = np.zeros_like(self.weights)  # Muon's momentum
         self.pool = np.zeros_like(self.weights)
         self.loss_sum = 0.0
         self.samples = 0
@@ -204,7 +226,7 @@ class Learner:
         """One update with the mean of the pool, at ``worth`` times the scheduled learning rate."""
         lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.global_step / self.total)))
         fresh = samples - self._late
-        gradient = self.pool / np.float32(max(fresh, 1))
+        gradient = (self.pool / np.float32(max(fresh, 1))).astype(np.float32)
         if self.completes:
             known = {**self._means, **({self.steps: (gradient, fresh)} if fresh else {})}
             taken = {base for base, _ in self._taken.values()}
@@ -212,17 +234,31 @@ class Learner:
             gradient = gradient + self._moves
             self._moves, self._late = np.zeros_like(self.weights), 0
         self.steps += 1
-        if self.recipe.adam:
-            self.first = np.float32(0.9) * self.first + np.float32(0.1) * gradient
-            self.second = np.float32(0.999) * self.second + np.float32(0.001) * gradient * gradient
-            root = np.sqrt(self.second / np.float32(1 - 0.999**self.steps)) + np.float32(1e-8)
-            self.weights = self.weights - lr * (self.first / np.float32(1 - 0.9**self.steps)) / root
-        else:
-            self.first = np.float32(0.9) * self.first + gradient
-            self.weights = self.weights - lr * self.first
+        self.weights = self.weights - lr * self._direction(gradient)
         self.pool = np.zeros_like(self.pool)
         if ends_step:
             self._end_tick()
+
+    def _direction(self, gradient: Vector) -> Vector:
+        """Returns what one update takes off, at a learning rate of 1."""
+        optimizer = self.recipe.optimizer
+        if optimizer == "SGD":
+            return gradient
+        if optimizer == "momentum":
+            self.first = np.float32(0.9) * self.first + gradient
+            return self.first
+        self.first = np.float32(0.9) * self.first + np.float32(0.1) * gradient
+        self.second = np.float32(0.999) * self.second + np.float32(0.001) * gradient * gradient
+        root = np.sqrt(self.second / np.float32(1 - 0.999**self.steps)) + np.float32(1e-8)
+        found = self.first / np.float32(1 - 0.9**self.steps) / root
+        if optimizer == "Muon":
+            found *= np.float32(1 / 3)
+            self.buffer = np.float32(0.95) * self.buffer + np.float32(0.05) * gradient
+            ahead = np.float32(0.95) * self.buffer + np.float32(0.05) * gradient
+            for to, layer in zip(layered(found), layered(ahead), strict=True):
+                if layer.ndim == 2:
+                    to[:] = np.float32(math.sqrt(max(1.0, layer.shape[0] / layer.shape[1]))) * orthogonal(layer)
+        return found
 
     def _end_tick(self) -> None:
         self.tick_losses.append(self.loss_sum / self.samples if self.samples else math.nan)

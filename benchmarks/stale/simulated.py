@@ -159,26 +159,27 @@ def measure(case: Case, quick: bool = False) -> list[Result]:
     """
     recipes = MLP if quick else tuple(RECIPES) if case.name in WITH_CNN else MLP_ALL
     contenders = [c for c in CONTENDERS if not quick or c.name in QUICK]
-    seeds, epochs = (SEEDS[:2], 2) if quick else (SEEDS, 30)
-    jobs: list[Job] = [(case, contender, seed, recipes, epochs) for contender in contenders for seed in seeds]
+    most, epochs = (2, 2) if quick else (len(SEEDS), 30)
+    jobs: list[Job] = [(case, c, seed, recipes, epochs) for c in contenders for seed in c.seeds[:most]]
+    runs: dict[str, list[Result]] = {c.name: [] for c in contenders}
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(run_one, jobs))
-    runs = {c.name: results[i * len(seeds) : (i + 1) * len(seeds)] for i, c in enumerate(contenders)}
-    return [row_of(case, c, runs, seeds, recipes, epochs) for c in contenders]
+        for job, result in zip(jobs, pool.map(run_one, jobs), strict=True):
+            runs[job[1].name].append(result)
+    return [row_of(case, c, runs, recipes, epochs) for c in contenders]
 
 
 def row_of(
-    case: Case, contender: Contender, runs: Mapping[str, Sequence[Result]], seeds: Sequence[int],
-    recipes: Sequence[str], epochs: int,
-) -> Result:  # fmt: skip
-    """Returns one row of `measure`; ``runs``: by contender, a result per seed."""
+    case: Case, contender: Contender, runs: Mapping[str, Sequence[Result]], recipes: Sequence[str], epochs: int
+) -> Result:
+    """Returns one row of `measure`; ``runs``: by contender, a result per seed, of fewer seeds where it has fewer."""
     some = runs[contender.name]
+    seeds = contender.seeds[: len(some)]
     times = [r["time_s"] for r in some]
     barriers = [[r["time_s"] for r in runs[c.name]] for c in CONTENDERS if c.kind == "balanced" and c.name in runs]
     ddp = [r["time_s"] for c in CONTENDERS if c.kind == "bsp" for r in runs[c.name]]
 
     def to(others: Sequence[float]) -> float:
-        return statistics.median(t / o for t, o in zip(times, others, strict=True))
+        return statistics.median(t / o for t, o in zip(times, others, strict=False))
 
     row: Result = {
         "case": case.name,

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kit.figures import geometric
 from benchmarks.stale.cases import CASES, CONTENDERS, COSTS, JitteredWork
-from benchmarks.stale.learning import BATCH, RECIPES, Learner, Training, mlp_gradient, mlp_weights, synchronous
+from benchmarks.stale.learning import BATCH, RECIPES, Learner, Training, layered, mlp_gradient, mlp_weights, synchronous
 from benchmarks.stale.simulated import ENDS, balanced_barrier, spread
 from benchmarks.stale.simulator import Costs, simulate
 from benchmarks.stale.speeds import SimulatedSpeeds
@@ -57,6 +57,33 @@ def test_equal_workers_train_as_one_process(name: str, policy: str) -> None:
     assert trace.staleness == {0: ENDS[-1]}
     assert not learner.running
     assert learner.final_loss() == pytest.approx(synchronous(recipe, 5)["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["SGD", "momentum", "Adam", "Muon"])
+def test_an_optimizer_does_what_torchs_does(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    recipe = replace(RECIPES[f"MLP, {name}"], epochs=10_000)  # the learning rate stays what it is
+    learner = Learner(recipe, 0)
+    layers = [torch.nn.Parameter(torch.from_numpy(part)) for part in layered(learner.weights.copy())]
+    matrices = [p for p in layers if p.ndim == 2]
+    if name == "Muon":
+        others = [p for p in layers if p.ndim == 1]
+        made = [torch.optim.Muon(matrices, recipe.lr, weight_decay=0.0), torch.optim.Adam(others, recipe.lr / 3)]
+    elif name == "Adam":
+        made = [torch.optim.Adam(layers, recipe.lr)]
+    else:
+        made = [torch.optim.SGD(layers, recipe.lr, momentum=0.9 * (name == "momentum"))]
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        gradient = rng.standard_normal(len(learner.weights)).astype(np.float32)
+        learner.pool = gradient
+        learner.step(1, 1.0, True)
+        for p, part in zip(layers, layered(gradient), strict=True):
+            p.grad = torch.from_numpy(part)
+        for one in made:
+            one.step()
+    theirs = torch.cat([p.detach().flatten() for p in layers]).numpy()
+    assert learner.weights == pytest.approx(theirs, rel=1e-4, abs=2e-3 if name == "Muon" else 1e-5)  # Muon: bfloat16
 
 
 def test_a_stale_gradient_is_taken_at_old_parameters() -> None:
