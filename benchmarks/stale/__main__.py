@@ -38,7 +38,7 @@ def simulated_figures(rows: list[Row]) -> list[Figure]:
             put = named(f"simulated, {case}, {recipe}")
             figures.append(put("final loss to DDP's", row[f"{recipe}: loss to DDP"], "x", most=1.05))
             field = f"{recipe}: time to target_s"
-            reached = [r[field] for r in rows if r["case"] == case and r[field] is not None]
+            reached = [r[field] for r in rows if r["case"] == case and r.get(field) is not None]
             if row[field] is not None:
                 value = row[field] / min(reached)
                 figures.append(put("time to target, to the best policy's", value, "x", most=1.05))
