@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,35 +22,14 @@ from torch.distributed.checkpoint import CheckpointException
 from lightning_hetero.lightning_compat.checkpoints import written_last
 from lightning_hetero.transport.failures import FailureBoard, lost_contact
 
-PACKAGE_REFUSAL = (
-    "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
-    " the two packages are copies of the same code. Import lightning.pytorch instead of pytorch_lightning"
-)
-
-FABRIC_REFUSAL = (
-    "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training"
-    " loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
-)
-
-
-def refuse_fabric(**kwargs: object) -> NoReturn:
-    """Stands under our names in Fabric's registry.
-
-    Raises:
-        TypeError: always, with the reason.
-    """
-    del kwargs
-    raise TypeError(FABRIC_REFUSAL)
-
-
-def refuse_other_package(**kwargs: object) -> NoReturn:
-    """Stands under our names in the registry of ``pytorch_lightning``, if a program has imported it.
-
-    Raises:
-        TypeError: always, with the reason.
-    """
-    del kwargs
-    raise TypeError(PACKAGE_REFUSAL)
+REFUSALS = {
+    "lightning.fabric": "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric,"
+    " whose training loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')",
+    "pytorch_lightning": "this program uses the package pytorch_lightning, whose Trainer knows nothing of"
+    " lightning.pytorch's strategies: the two packages are copies of the same code. Import lightning.pytorch instead of"
+    " pytorch_lightning",
+}
+"""By package, why our names in its registry make nothing there."""
 
 
 def check_counts(**counts: int | None) -> None:

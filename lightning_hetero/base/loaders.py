@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
@@ -23,9 +24,6 @@ from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
 from lightning_hetero.data.order import Channel, EpochOrder
 from lightning_hetero.data.stream import RebatchedStream, StreamMode
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -227,7 +225,8 @@ class PartBinder(LoaderBinder[Bound]):
     def _begin(self) -> tuple[int, int]:
         """A pass over a copy begins: returns the epoch, and the number of the next batch in it."""
         if self._stale:
-            self._bound = self._in_use()
+            current = compat.train_loaders(self._trainer)  # others were replaced by reloading; all, before it has any
+            self._bound = [bound for bound in self._bound if any(bound.loader is c for c in current)] or self._bound
             self.bind()
             self._stale = False
         return compat.epoch_running(self._trainer), compat.upcoming_batch(self._trainer)
@@ -240,8 +239,3 @@ class PartBinder(LoaderBinder[Bound]):
     def used(self, bound: Bound, batches: int) -> int:
         """Returns how many samples of what this rank reads the first batches of the epoch have used."""
         return batches * bound.full
-
-    def _in_use(self) -> list[Bound]:
-        """Returns those whose copy the Trainer reads; others were replaced by reloading. All, before it has any."""
-        current = compat.train_loaders(self._trainer)
-        return [bound for bound in self._bound if any(bound.loader is c for c in current)] or list(self._bound)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
@@ -15,9 +16,6 @@ from lightning_hetero.data.order import Channel, ContinuedOrder, EpochOrder, Sam
 from lightning_hetero.data.pooled import PooledBatches, PooledRanks
 from lightning_hetero.data.samplers import splits_by_rank
 from lightning_hetero.data.stream import StreamMode
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class OrderFinder:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.fingerprints import Print, differs, fingerprints
 from lightning_hetero.data.order import Channel
 from lightning_hetero.data.samplers import first_drawn
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _Data = tuple[int, list[Any], list[Print]]  # samples of a dataset, and what some of them look like
 

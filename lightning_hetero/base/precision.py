@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hetero.measure.device import device_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
 
 _NAMES = {"bf16": torch.bfloat16, "transformer-engine": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,9 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hetero.lightning_compat import trainer_callbacks
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 # Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -34,9 +35,6 @@ from lightning_hetero.transport.groups import make_group
 from lightning_hetero.transport.run_store import RunStore, StoreAddress
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Event
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _MOST_EVENTS = 4096  # kept for a trace that nobody may write
 
@@ -260,7 +258,6 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
 
     def ends_others(self, error: BaseException) -> bool:
         """Whether the others cannot go on without this rank, which has failed."""
-        del error
         return True
 
     def end(self) -> None:

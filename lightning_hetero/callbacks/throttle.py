@@ -133,9 +133,7 @@ class ThrottleCallback(Callback):
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._throttle.begin(self._scenario_step(step), samples)
 
-    def on_extra_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Called by a strategy that trains a further batch within the same step of the loop."""
-        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+    on_extra_batch_start = on_train_batch_start  # a strategy's, for a further batch within the same step of the loop
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         throttle = self._throttle

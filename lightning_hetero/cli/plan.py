@@ -80,9 +80,7 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
     notes += measured
     batch = given.get("global_batch")
     if batch is None and per_device is None:
-        raise ValueError(
-            "global_batch=null: no loader tells it; give the samples of one update, e.g. global_batch=256"
-        )
+        raise ValueError("global_batch=null: no loader tells it; give the samples of one update, e.g. global_batch=256")
     batch = batch if batch is not None else cast("int", per_device) * len(cluster.devices)
     return Setup(cluster=cluster, model=model, global_batch=batch, spans=spans), notes
 

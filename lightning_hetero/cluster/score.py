@@ -26,9 +26,7 @@ def straggler_scores(records: Sequence[SpeedSample]) -> list[float]:
     Speed is items (samples, if work is not counted) per second of own work: neither is a rank that got less work taken
     for a fast one, nor one with a long batch for a slow one.
     """
-    speeds = [
-        n / r.compute_s if r.compute_s > 0 else math.nan for r, n in zip(records, items_of(records), strict=True)
-    ]
+    speeds = [n / r.compute_s if r.compute_s > 0 else math.nan for r, n in zip(records, items_of(records), strict=True)]
     fastest = max((s for s in speeds if not math.isnan(s)), default=math.nan)
     return [s / fastest for s in speeds]
 

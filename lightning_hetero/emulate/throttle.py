@@ -243,6 +243,4 @@ class Throttle:
             elif fault is not None and fault.kind == "stall":
                 self._sleep(fault.stall_s)
             elif fault is not None:
-                raise RuntimeError(
-                    f"scripted fault: the scenario raises an exception in rank {self.rank} at step {at}"
-                )
+                raise RuntimeError(f"scripted fault: the scenario raises an exception in rank {self.rank} at step {at}")

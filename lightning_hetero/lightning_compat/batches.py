@@ -7,19 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_hetero.lightning_compat.patches import patched, replace_methods
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _LOG = logging.getLogger("lightning.pytorch")  # whose level and handlers Lightning has set
 
@@ -95,7 +92,6 @@ def note_sigterm(trainer: Trainer, kept: Callable[[], bool]) -> Callable[[], Non
     connector: Any = trainer._signal_connector
 
     def handler(number: int, frame: Any) -> None:
-        del frame
         _LOG.info("[rank %d] Received SIGTERM (%d): it ends when its batch has ended", trainer.global_rank, number)
         launcher: Any = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:

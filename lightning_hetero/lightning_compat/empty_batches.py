@@ -20,39 +20,25 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ThroughputMonitor, Timer
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hetero.lightning_compat.batches import trainer_callbacks
 from lightning_hetero.lightning_compat.results import as_batch
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import Callback
 
-class PartsOfBatch(Protocol):
-    """What was trained while the loop had one batch."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the loop's batch counts."""
-        ...
-
-    @property
-    def more(self) -> list[tuple[Any, Any, int]]:
-        """Outputs, batch and samples of everything else that was trained and counts."""
-        ...
-
-
-def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> Callable[[], None]:
+def skip_empty_batches(trainer: Trainer, parts: Any = None) -> Callable[[], None]:
     """Lets the loop pass over a batch that is None as the module says, without a warning; returns the undo function.
 
     Args:
         trainer: the running trainer.
-        parts: have a user's hook that looks at batch or outputs called for each of them, and for nothing that does not
-            count; what is more than the loop's batch comes when that one has ended.
+        parts: what was trained while the loop had one batch: ``counts``, whether the loop's batch does, and ``more``,
+            outputs, batch and samples of everything else that was trained and counts. A user's hook that looks at batch
+            or outputs is called for each of them, and for nothing that does not count; what is more than the loop's
+            batch comes when that one has ended.
     """
     module = trainer.lightning_module
     undo = ExitStack()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_hetero.lightning_compat.patches import replace_methods
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 def train_loaders(trainer: Trainer) -> list[Any]:
     """The processed train loaders in order. Public ``trainer.train_dataloader`` gives them in the user's nesting."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_hetero.lightning_compat.patches import replace_methods
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from torchmetrics import Metric
 
 def results_of(trainer: Trainer) -> Any:
     """Where values logged now are collected; None in a prediction. Its identity tells one loop's from another's."""
@@ -109,8 +108,7 @@ def log_again(
     connector._current_fx = fx
 
 
-def _as_it_is(value: Tensor, *, reduce_op: Any = None, group: Any = None) -> Tensor:
-    del reduce_op, group
+def _as_it_is(value: Tensor, **_: Any) -> Tensor:
     return value
 
 

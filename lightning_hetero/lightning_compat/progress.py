@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.pytorch import Trainer
 
 from lightning_hetero.lightning_compat.patches import replace_methods
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 def epoch_running(trainer: Trainer) -> int:
     """Epoch being trained; the value Lightning itself gives to samplers' ``set_epoch``."""
@@ -104,7 +104,6 @@ def resume_from(trainer: Trainer, checkpoint: str) -> None:
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        del checkpoint_path
         put_back()
         original(checkpoint, *args, **kwargs)
 

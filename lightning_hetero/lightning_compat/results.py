@@ -7,18 +7,18 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torchmetrics import Metric
 from tqdm.auto import tqdm
 
 from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torchmetrics import Metric
 
 def log_interval(trainer: Trainer) -> int:
     """``log_every_n_steps``; public, set by a connector."""
@@ -119,16 +119,11 @@ def unlogged(module: LightningModule) -> Iterator[None]:
 
     What is written to a logger directly is lost as well; Lightning's stand-in for loggers is not exported.
     """
-    from lightning.pytorch.loggers.logger import DummyLogger
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
     trainer = module.trainer
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with patched(module, "log", nothing):
+        with patched(module, "log", lambda *_, **__: None):
             yield
     finally:
         trainer.loggers = loggers
@@ -147,7 +142,6 @@ def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
         return
 
     def update(key: str, value: Any, batch_size: int) -> None:
-        del batch_size
         if isinstance(value, Tensor):
             value = _neutral(results[key].meta, value)
         type(results).update_metrics(results, key, value, 0)
@@ -184,7 +178,8 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
     again: ranks whose updates stay have no cached value, and gather.
     """
     saved = [
-        (m, {k: _copied(v) for k, v in m.metric_state.items()}, m._update_count, m._computed)
+        (m, {k: list(v) if isinstance(v, list) else v.clone() for k, v in m.metric_state.items()}, m._update_count,
+         m._computed)
         for m in metrics_of(module)
     ]
 
@@ -200,8 +195,6 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
 
 def metrics_of(module: nn.Module) -> list[Metric]:
     """Returns the module's torchmetrics."""
-    from torchmetrics import Metric
-
     return [metric for metric in module.modules() if isinstance(metric, Metric)]
 
 
@@ -248,7 +241,3 @@ def save_logs(trainer: Trainer) -> Callable[[], None]:
         (results.batch, results.batch_size), connector._current_fx = batch, fx
 
     return put_back
-
-
-def _copied(state: Tensor | list[Any]) -> Tensor | list[Any]:
-    return list(state) if isinstance(state, list) else state.clone()

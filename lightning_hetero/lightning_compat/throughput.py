@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero.lightning_compat.batches import trainer_callbacks
 from lightning_hetero.lightning_compat.patches import replace_methods
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 Trained = Callable[[], tuple[int, int] | None]
 """Returns the samples of all ranks and the global batches trained so far; None: parts are equal."""

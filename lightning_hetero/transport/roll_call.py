@@ -308,10 +308,6 @@ class GuestRollCall(RollCall):
                 if self._left.wait(min(_PAUSE_S, self._beat_s) if soon else self._beat_s):
                     break
 
-    def _end_line(self) -> None:
-        if self._line is not None:
-            self._line.close()
-
     def _told(self, come: Come) -> dict[str, Any]:
         def look(store: SignedStore) -> str | None:
             if (why := store.get(f"out/{self._own_name}")) is not None:
@@ -351,4 +347,5 @@ class GuestRollCall(RollCall):
             with suppress(RuntimeError):
                 self._store.ask(lambda store: store.say(f"over/{self._own_name}"), self._liveness_s)
         self._left.set()
-        self._end_line()
+        if self._line is not None:
+            self._line.close()

@@ -131,7 +131,7 @@ class Recovery:
         step.whole = True
         loss = loss_of(output)
         if loss is not None and loss.requires_grad:
-            loss.register_hook(partial(_note_gradient, step))
+            loss.register_hook(partial(setattr, step, "loss_gradient"))
         return output
 
     def _count(self, step: GuardedStep) -> int:
@@ -196,7 +196,6 @@ class Recovery:
         done: list[Done] = []
 
         def run(piece: Any, size: int, void: float) -> None:
-            del void
             with nullcontext() if logs is None else logs.collecting(piece, size):
                 output = step.run(piece)
             loss, weight = loss_of(output), self._weight.of_piece(piece, size, total)
@@ -327,10 +326,6 @@ class Recovery:
             f" {cap.safe} samples fit; this rank goes on with at most {cap.most}",
             stacklevel=2,
         )
-
-
-def _note_gradient(step: GuardedStep, gradient: Tensor) -> None:
-    step.loss_gradient = gradient
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -93,9 +93,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
         earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
-        self.binder = self.binders(
-            trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier
-        )  # fmt: skip
+        self.binder = self.binders(trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
         world, counts = channel.world_size, shared.weight_in(self.module)

@@ -51,8 +51,7 @@ class _View(NamedTuple):
 
 
 _VIEWS = (
-    _View("timeline", "Time lines", 2, views.timeline,
-          "Who works, who waits, and what would an even split look like?"),
+    _View("timeline", "Time lines", 2, views.timeline, "Who works, who waits, and what would an even split look like?"),
     _View("spent", "Where the time went", 1, views.spent,
           "How much of each rank's time is work, exchange and waiting, and for whom?"),
     _View("course", "Over time", 1, views.course, "How did loss and throughput develop?"),

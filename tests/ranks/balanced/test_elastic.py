@@ -39,7 +39,7 @@ def vanish(strategy: Any) -> None:
     roll = run.clients.roll
     if strategy.global_rank:
         roll._left.set()
-        roll._end_line()
+        roll._line.close()
     else:  # the store goes with its process
         roll._lines.close()
         strategy.members.hosted = None
