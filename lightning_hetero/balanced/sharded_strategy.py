@@ -18,9 +18,19 @@ from typing_extensions import Unpack
 from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.sharded_run import ShardedRun
-from lightning_hetero.balanced.runtime.norms import clip_by_norm, each_norm, total_norm
-from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, check_synchronised, shard_module
-from lightning_hetero.balanced.runtime.shard_state import is_fresh, load_sharded, load_whole, order_groups
+from lightning_hetero.balanced.runtime.shard import (
+    Sharding,
+    check_sharding,
+    check_synchronised,
+    clip_by_norm,
+    each_norm,
+    is_fresh,
+    load_sharded,
+    load_whole,
+    order_groups,
+    shard_module,
+    total_norm,
+)
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelParallelArguments
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.setup import CHECKPOINT_KEY

@@ -1,14 +1,22 @@
-"""What callbacks may ask of what measures a run: a strategy of ours, or a callback (layer L)."""
+"""What callbacks may ask of what measures a run: a strategy of ours, or a callback (layer L).
+
+What may go wrong in a callback that only observes, without ending the training.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch import Trainer
 
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat import trainer_callbacks
 from lightning_hetero.measure.step_clock import StepProbe
+from lightning_hetero.record.files import tell
 from lightning_hetero.types import Event, StepReport
 
 
@@ -91,3 +99,39 @@ def event_source(trainer: Trainer) -> EventSource | None:
     """Returns what notes events: the strategy, else the first callback that does, if any."""
     candidates = (reporting_of(trainer), *trainer_callbacks(trainer))
     return next((c for c in candidates if isinstance(c, EventSource)), None)
+
+
+RAISES = "LIGHTNING_HETERO_OBSERVERS_RAISE"
+"""The environment variable with which such errors are raised, e.g. by our tests."""
+
+_WRONG = "_gone_wrong"
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def never_raises(method: Method) -> Method:
+    """Lets a method of an observer go wrong: that is reported once, with its traceback, and the method returns None.
+
+    Such methods of this observer are not called again until `watch_again`. Not for what other ranks wait for. A
+    ``RuntimeError`` or ``ConnectionError`` passes: with these torch and the engines say that a rank or device is lost.
+    """
+
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if vars(self).get(_WRONG):
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error, RuntimeError | ConnectionError) or os.environ.get(RAISES):
+                raise
+            vars(self)[_WRONG] = True
+            told = f"{type(self).__name__} observes no more, and training goes on without it. Unless the error is in"
+            tell(f"{told} your own logger or batch, please report it to lightning_hetero:\n{traceback.format_exc()}")
+            return None
+
+    return cast(Method, guarded)
+
+
+def watch_again(observer: object) -> None:
+    """Lets an observer try again, when a fit begins."""
+    vars(observer).pop(_WRONG, None)

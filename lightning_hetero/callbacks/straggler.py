@@ -17,11 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.callbacks.observers import never_raises, watch_again
-from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
+from lightning_hetero.callbacks.reporting import EventSource, Reporting, never_raises, reporting_of, watch_again
 from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
-from lightning_hetero.cluster.score import imbalance, last_lines, shares_text, straggler_scores
-from lightning_hetero.cluster.stragglers import StragglerTest
+from lightning_hetero.cluster.score import StragglerTest, imbalance, last_lines, shares_text, straggler_scores
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import Spent, Tally, idle_in, spent_together, total_of, waited_in
@@ -42,7 +40,7 @@ class StragglerMonitor(Callback, EventSource):
     where waiting cannot be separated from the rest, ``hetero/idle`` the part that is not own work.
 
     A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
-    seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
+    seconds per item of work, see `lightning_hetero.cluster.score`, so that a long batch is no slow device.
 
     As with Lightning's `DeviceStatsMonitor` only rank 0 reports, and straight to ``trainer.loggers``: nothing comes
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.

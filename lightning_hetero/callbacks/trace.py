@@ -16,8 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
-from lightning_hetero.callbacks.observers import never_raises, watch_again
-from lightning_hetero.callbacks.reporting import EventSource, event_source, reporting_of
+from lightning_hetero.callbacks.reporting import EventSource, event_source, never_raises, reporting_of, watch_again
 from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event

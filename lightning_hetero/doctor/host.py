@@ -1,10 +1,15 @@
-"""Checks of the host and of how ranks would meet: each a small function of `Facts` (layer P)."""
+"""Checks of the host and of how ranks would meet: each a small function of `Facts` (layer P).
+
+Checks of the GPUs: each a small function of `Facts`.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 from lightning_hetero.cluster.units import bytes_text
-from lightning_hetero.doctor.facts import Facts
-from lightning_hetero.doctor.finding import Finding, failing, fine, warning
+from lightning_hetero.doctor.facts import DeviceFacts, Facts, Finding, failing, fine, warning
 
 _SHM_LEAST = 256 * 2.0**20  # Docker's default is 64 MiB
 
@@ -85,3 +90,102 @@ def cores(facts: Facts) -> list[Finding]:
         return [fine("cores", f"{there} for {ranks} ranks")]
     text = f"{ranks} ranks share {there} cores: what they measure of each other's speed wanders"
     return [warning("cores", text, "start fewer ranks, or give the container more cores")]
+
+
+def device_order(facts: Facts) -> list[Finding]:
+    """Which rank gets which device."""
+    check, devices = "device order", facts.gpus.devices
+    if facts.gpus.problem:
+        advice = "look at nvidia-smi, the driver and CUDA_VISIBLE_DEVICES; --accelerator cpu leaves GPUs out"
+        return [failing(check, f"torch does not get at the GPUs: {facts.gpus.problem}", advice)]
+    if not devices:
+        return [fine(check, f"no GPU: ranks are processes on {facts.host.cores} cores")]
+    order = ", ".join(f"rank {rank}: {device.name}" for rank, device in enumerate(devices))
+    if len({device.name for device in devices}) > 1 and facts.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        advice = "export CUDA_DEVICE_ORDER=PCI_BUS_ID, so that CUDA_VISIBLE_DEVICES means what nvidia-smi shows"
+        return [warning(check, f"{order}: CUDA's order, fastest first, is not that of nvidia-smi", advice)]
+    return [fine(check, order)]
+
+
+def same_names(facts: Facts) -> list[Finding]:
+    """Whether a device was given to two ranks."""
+    check, found = "device order", list[Finding]()
+    visible = facts.environ.get("CUDA_VISIBLE_DEVICES", "")
+    repeated = [name for name, count in Counter(filter(None, visible.split(","))).items() if count > 1]
+    if repeated:
+        text = f"CUDA_VISIBLE_DEVICES={visible} names {', '.join(repeated)} twice"
+        found.append(failing(check, text, "name each device once"))
+    local, seen = int(facts.environ.get("LOCAL_WORLD_SIZE", "0") or 0), len(facts.gpus.devices)
+    if local > seen > 0:
+        text = f"of {local} ranks on this node this one sees {seen} GPUs: NCCL joins no two ranks on one"
+        advice = (
+            "fine if each rank sees another GPU; else start as many as there are GPUs, or share them with"
+            " process_group_backend='gloo', see docs/reference/gpu.md"
+        )
+        found.append(warning(check, text, advice))
+    return found
+
+
+def instances(facts: Facts) -> list[Finding]:
+    """Whether cards are divided into instances."""
+    divided = [f"rank {rank} ({one.name})" for rank, one in enumerate(facts.gpus.devices) if " MIG " in one.name]
+    text = f"{', '.join(divided)}: an instance of a divided card; a process sees one, and NCCL joins no two of a card"
+    advice = (
+        "start a process for each instance with CUDA_VISIBLE_DEVICES=MIG-..., and set process_group_backend='gloo'; or"
+        " switch MIG off"
+    )
+    return [warning("MIG", text, advice)] if divided else []
+
+
+def architectures(facts: Facts) -> list[Finding]:
+    """Whether torch's wheel holds code for every card."""
+    check = "CUDA architectures"
+    cards = [(rank, device, device.capability) for rank, device in enumerate(facts.gpus.devices) if device.capability]
+    if not cards:
+        return []
+    if facts.gpus.cuda is None:
+        advice = "install a CUDA wheel of torch, see pytorch.org"
+        return [failing(check, "there are GPUs, and torch's wheel is one for CPUs", advice)]
+    bad = [found for rank, device, version in cards if (found := _lacking(rank, device, version, facts)) is not None]
+    kinds = ", ".join(sorted({f"sm_{a}{b}" for _, _, (a, b) in cards}))
+    return bad or [fine(check, f"the wheel for CUDA {facts.gpus.cuda} has code for {kinds}")]
+
+
+def _lacking(rank: int, device: DeviceFacts, capability: tuple[int, int], facts: Facts) -> Finding | None:
+    """Returns what the wheel lacks for a card; None: nothing."""
+    check, (major, minor), listed = "CUDA architectures", capability, facts.gpus.arch_list
+    binary = [(int(m[1]), int(m[2])) for a in listed if (m := re.fullmatch(r"sm_(\d+)(\d)[af]?", a))]
+    source = [(int(m[1]), int(m[2])) for a in listed if (m := re.fullmatch(r"compute_(\d+)(\d)[af]?", a))]
+    name = f"rank {rank} ({device.name}, sm_{major}{minor})"
+    if any(a == major and b <= minor for a, b in binary):
+        return None
+    if any(arch <= capability for arch in source):
+        advice = "expect a slow first step, or install a wheel of torch that lists this architecture"
+        return warning(check, f"{name}: the wheel has only PTX for it, which is compiled at the first use", advice)
+    newer = all(capability > arch for arch in binary)
+    wheel = "a newer wheel" if newer else "an older wheel, built for CUDA 12.6 or 11.8,"
+    text = f"{name}: the wheel for CUDA {facts.gpus.cuda} has no code for it ({' '.join(listed) or 'none'})"
+    return failing(
+        check, text, f"install {wheel} of torch that has it, or leave the card out with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def bfloat16(facts: Facts) -> list[Finding]:
+    """Whether a card only emulates bfloat16."""
+    without = [f"rank {rank} ({d.name})" for rank, d in enumerate(facts.gpus.devices) if not d.computes_bfloat16]
+    text = f"{', '.join(without)}: bfloat16 is emulated there, many times slower, and all ranks wait for it"
+    advice = "train with precision='16-mixed' or '32-true', not with bf16"
+    return [warning("bfloat16", text, advice)] if without else []
+
+
+def memory(facts: Facts) -> list[Finding]:
+    """How much memory training may use."""
+    found: list[Finding] = []
+    for rank, device in enumerate(facts.gpus.devices):
+        if device.free_bytes is not None and device.free_bytes < 0.8 * device.mem_bytes:
+            held, whole = bytes_text(device.mem_bytes - device.free_bytes), bytes_text(device.mem_bytes)
+            text = f"rank {rank} ({device.name}): {held} of {whole} are taken already"
+            advice = "nvidia-smi shows by whom; plans count with what is free, less a reserve"
+            found.append(warning("memory", text, advice))
+    free = ["not known" if d.free_bytes is None else bytes_text(d.free_bytes) for d in facts.gpus.devices]
+    return found or ([fine("memory", f"free by rank: {', '.join(free)}")] if free else [])

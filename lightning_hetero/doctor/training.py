@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from lightning_hetero.cluster.units import rate_text, tasks_per_node
-from lightning_hetero.doctor import gpus, host
-from lightning_hetero.doctor.facts import Facts, Parity
-from lightning_hetero.doctor.finding import Finding, failing, fine, warning
+from lightning_hetero.doctor import host
+from lightning_hetero.doctor.facts import Facts, Finding, Parity, failing, fine, warning
 from lightning_hetero.plan.estimate import strategy_name
 
 _SPREAD = 1.05  # fastest over slowest, from which on devices are unequal: the probe's own tolerance
@@ -115,7 +114,7 @@ def verdict(facts: Facts) -> list[Finding]:
 
 
 CHECKS = (
-    host.versions, gpus.device_order, gpus.same_names, gpus.instances, gpus.architectures, gpus.bfloat16, gpus.memory,
+    host.versions, host.device_order, host.same_names, host.instances, host.architectures, host.bfloat16, host.memory,
     host.shared_memory, host.backends, host.rendezvous, host.cores, speeds, links, world_size, parity,
     verdict,
 )  # fmt: skip

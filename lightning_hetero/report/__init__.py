@@ -2,8 +2,8 @@
 
     run        events of a trace -> `RecordedRun`: steps of all ranks on one clock, changes, plans, counts
     scores     who is slow compared with the others, and with itself, and who between steps
-    what_if    other engines: the planner, asked about the recorded times
-    pipelines  the schedule, its bubbles, stages compared with their plan
+    pipelines  the schedule, its bubbles, stages compared with their plan; other engines: the planner, asked about the
+               recorded times
     verdict    in words: how long was waited, why, what to do
     perfetto   the same events for https://ui.perfetto.dev
     page/      all of it as one HTML file

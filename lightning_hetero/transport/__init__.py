@@ -17,7 +17,6 @@ Worker and server of parameters:
 ``listener``       the server's end, one socket per worker
 ``peer``           ... a connection there, and the threads that move large bodies
 ``link``           a worker's ends: on the server's node, elsewhere
-``memory``         ... the memory they share on one node
-``seqlock``        areas with one writer and no lock: a slot of gradients, published parameters
+``seqlock``        areas with one writer and no lock, a slot of gradients and published parameters; their shared memory
 ``sockets``        framing of messages, and the handshake
 """

@@ -24,9 +24,8 @@ from torch import Tensor
 from lightning_hetero.transport import sockets
 from lightning_hetero.transport.awake import BEAT_S, awake_s
 from lightning_hetero.transport.base import Ask, LeftBehindError, Reply, Request, Say, ServerLostError
-from lightning_hetero.transport.memory import map_parts
 from lightning_hetero.transport.progress import work_of
-from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
+from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of, map_parts
 
 _LOOK_S = 1.0  # for what is there to be read
 _LATER_S = 5.0  # after the patience, for a server that can itself say that it hangs

@@ -34,8 +34,7 @@ from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
-from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
+from lightning_hetero.callbacks.balancing import BatchRebalancer, HeteroBatchSizeFinder
 from lightning_hetero.callbacks.work import check_batch_cost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.stream import StreamMode

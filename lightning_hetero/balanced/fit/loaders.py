@@ -26,7 +26,7 @@ from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.base.own_data import check_own_batches, indexed
-from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
+from lightning_hetero.callbacks.balancing import HeteroBatchSizeFinder
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.piece_logs import PieceLogs
-from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceRunner, give_up, reason_of
+from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceLogs, PieceRunner, give_up, reason_of
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.balanced.runtime.pieces import GradientsTaken, MemoryWatch, PieceGradients, leaves, stand_in

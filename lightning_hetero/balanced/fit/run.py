@@ -16,17 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
+from lightning_hetero.balanced.fit.plain_backward import Trained
 from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.signals import SignalsTogether
 from lightning_hetero.balanced.fit.step_times import StepTimes
-from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
+from lightning_hetero.callbacks.balancing import BatchRebalancer
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data.batches import Part

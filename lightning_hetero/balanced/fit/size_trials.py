@@ -17,7 +17,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_runner import PieceRunner
 from lightning_hetero.balanced.fit.recovery import alone, loss_of
 from lightning_hetero.balanced.runtime.pieces import PieceGradients, free_memory
-from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
+from lightning_hetero.callbacks.balancing import HeteroBatchSizeFinder
 from lightning_hetero.data.layouts import first_samples
 from lightning_hetero.data.order import Channel
 from lightning_hetero.lightning_compat.patches import patched, replace_methods

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.report.page.drawing import RANK_COLOURS, WIDTH, Drawing, text_width
-from lightning_hetero.report.page.markup import Markup, element
+from lightning_hetero.report.page.drawing import RANK_COLOURS, WIDTH, Drawing, Markup, element, text_width
 
 _ROW, _BAR = 20.0, 14.0
 _RIGHT = 18.0  # for half of an axis's last number

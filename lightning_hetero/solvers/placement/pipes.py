@@ -21,8 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import DepthRule, DeviceChain, chain_of
-from lightning_hetero.solvers.chain.layers import Floats, Layers, fixed_and_per_sample, layers_of
+from lightning_hetero.solvers.chain.chain import (
+    DepthRule,
+    DeviceChain,
+    Floats,
+    Layers,
+    chain_of,
+    fixed_and_per_sample,
+    layers_of,
+)
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, stage_bytes, times
 from lightning_hetero.solvers.chain.split import split
 from lightning_hetero.solvers.minimax import deal, fractional_s

@@ -21,8 +21,8 @@ from lightning_hetero.record.ledger import Tally, ledger_of, samples_in, spent_t
 from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.pipelines import alternatives_of
 from lightning_hetero.report.verdict import milliseconds, percent
-from lightning_hetero.report.what_if import alternatives_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import Told, decision, events_of, opened, pipeline_run, run_with, stale_run
 

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroTrace, StragglerMonitor
 from lightning_hetero.callbacks import straggler
-from lightning_hetero.callbacks.observers import RAISES
-from lightning_hetero.callbacks.reporting import EventSource
+from lightning_hetero.callbacks.reporting import RAISES, EventSource
 from lightning_hetero.record import read_events
 from tests.ranks.callbacks.kit import WARNINGS, fit
 from tests.ranks.harness import run_ranks
