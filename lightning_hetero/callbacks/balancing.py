@@ -1,4 +1,6 @@
-"""`HeteroBatchSizeFinder`: Lightning's ``BatchSizeFinder`` for several devices (layer L).
+"""Callbacks for hetero_balanced (layer L).
+
+`HeteroBatchSizeFinder`: Lightning's ``BatchSizeFinder`` for several devices.
 
 `BatchRebalancer`: the handle on the balanced engine's policy.
 """

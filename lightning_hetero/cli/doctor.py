@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from lightning_hetero.cli.command import command_parser
 from lightning_hetero.doctor.facts import findings_text, worst
-from lightning_hetero.doctor.training import examine
+from lightning_hetero.doctor.checks import examine
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,9 +34,8 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.checked import finite_or_none
 from lightning_hetero.cli.command import CONF, start
-from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
+from lightning_hetero.cli.jobs import JobScreen, end_children, isolated_job, job_number
 from lightning_hetero.cli.report import RESULT_FILE, read_if_there, read_result, write_report
-from lightning_hetero.cli.screen import JobScreen
 from lightning_hetero.cli.summary import comparison_table, rank_table
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
