@@ -93,8 +93,7 @@ class _Alone:
         return lambda: [list(row)]
 
     def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
-        assert indices is not None
-        return list(indices)
+        return list(indices or ())
 
     def sum_async(self, value: float) -> Callable[[], float]:
         return lambda: value

@@ -13,8 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_hetero.callbacks.reporting import reporting_of
-from lightning_hetero.callbacks.work import count_samples
+from lightning_hetero.callbacks.reporting import count_samples, reporting_of
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 from lightning_hetero.lightning_compat.patches import patched

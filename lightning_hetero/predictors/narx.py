@@ -170,9 +170,7 @@ class Narx(Kalman):
     # ---- what others ask ----------------------------------------------------------------------------------------
 
     def cost(self) -> AffineCost:
-        known = super().cost()
-        assert isinstance(known, AffineCost)
-        return known.times(self.factor)
+        return super().cost().times(self.factor)
 
     def std_s(self, samples: float) -> float:
         return super().std_s(samples) * self.factor

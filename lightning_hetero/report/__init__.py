@@ -1,7 +1,7 @@
 """What a recorded run says: figures from its events, and a page of them (layer P, above the engines).
 
     run        events of a trace -> `RecordedRun`: steps of all ranks on one clock, changes, plans, counts
-    scores     loss and throughput over time; who is slow compared with the others, and with itself, and who between steps
+    scores     loss and throughput over time; who is slow compared with the others and with itself, or between steps
     pipelines  the schedule, its bubbles, stages compared with their plan; other engines: the planner, asked about the
                recorded times
     verdict    in words: how long was waited, why, what to do

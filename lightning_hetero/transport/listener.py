@@ -186,8 +186,7 @@ class Listener:
             if peer not in self._peers:
                 continue
             if how is None:
-                assert peer.rank is not None
-                self._happened.append(Alive(peer.rank))
+                self._happened += [] if peer.rank is None else [Alive(peer.rank)]
                 continue
             peer.hand_back()
             if how:

@@ -27,8 +27,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from lightning_hetero.transport.aside import Aside
-from lightning_hetero.transport.awake import BEAT_S, awake_s
+from lightning_hetero.transport.awake import BEAT_S, Aside, awake_s
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError, ServerLostError
 from lightning_hetero.transport.lines import HostLines, guest_line
 from lightning_hetero.transport.membership import Come, Limits, Membership, Met, RunEndsError

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import HashStore, Store
 
-from lightning_hetero.transport.aside import Aside
+from lightning_hetero.transport.awake import Aside
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.transport.sockets import FOREVER
 from lightning_hetero.transport.store import host_store, reach_store

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore
 
-from lightning_hetero.transport.aside import Aside
+from lightning_hetero.transport.awake import Aside
 
 T = TypeVar("T")
 

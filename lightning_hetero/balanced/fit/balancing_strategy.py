@@ -35,7 +35,7 @@ from lightning_hetero.base.metrics import is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.balancing import BatchRebalancer, HeteroBatchSizeFinder
-from lightning_hetero.callbacks.work import check_batch_cost
+from lightning_hetero.callbacks.reporting import check_batch_cost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.patches import patched

@@ -32,8 +32,7 @@ from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.balanced.fit.recovery import loss_of
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.settings import BalanceSettings
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
-from lightning_hetero.balanced.runtime.pieces import PieceGradients, cut
+from lightning_hetero.balanced.runtime.pieces import PieceGradients, cut, least_samples
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.exchange import ElasticExchange
 from lightning_hetero.base.elastic.join import Invitation

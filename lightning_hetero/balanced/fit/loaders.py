@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
-from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
 from lightning_hetero.balanced.fit.settings import BalanceSettings
-from lightning_hetero.balanced.fit.size_trials import found_sizes
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.balanced.fit.size_trials import EarlierRuns, found_sizes
+from lightning_hetero.balanced.runtime.pieces import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
 from lightning_hetero.base.own_data import check_own_batches, indexed
@@ -31,7 +30,7 @@ from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.order import Channel
-from lightning_hetero.data.stream import raise_unknown_place
+from lightning_hetero.data.stream import StreamMode, raise_unknown_place
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.policy import BalancePolicy
@@ -117,8 +116,8 @@ class BalancedBinder(PartBinder[_Balanced]):
                 check_own_batches(stock, self.equal, self._trainer, self._channel)
             return stock
         loader, spec, read_ahead = self._inspect(loader)
-        if spec.kind == "stream":
-            return self._stream(loader, spec)
+        if spec.kind == "stream" and self.settings.stream is not None:
+            return self._stream(loader, spec, self.settings.stream)
         order = self.orders.order(loader, spec, len(self._bound))
         if not self._bound:
             order = self.orders.continued(order)
@@ -225,13 +224,12 @@ class BalancedBinder(PartBinder[_Balanced]):
             sizes.resolve()
         return sizes
 
-    def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
-        assert self.settings.stream is not None
+    def _stream(self, loader: DataLoader, spec: LoaderSpec, mode: StreamMode) -> DataLoader:
         sizes = self._sizes_of(spec, self.orders.batch_of_all(spec))
-        finite, done = self.settings.stream == "finite", compat.batches_trained(self._trainer)
+        finite, done = mode == "finite", compat.batches_trained(self._trainer)
         if len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
             self._used = {done: used}
-        elif self.settings.stream == "infinite" and done and not compat.last_batch_done(self._trainer):
+        elif mode == "infinite" and done and not compat.last_batch_done(self._trainer):
             said = "an infinite stream cannot be repositioned on other ranks: the resumed run reads it from its start"
             if hasattr(loader, "load_state_dict"):
                 raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
@@ -240,7 +238,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             spec=spec, full=sizes.total, order=None, read_ahead=int(finite),  # see `RebatchedStream`
             unsized=finite or not hasattr(loader.dataset, "__len__"), sizes=sizes,
         )  # fmt: skip
-        return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)
+        return self._read_stream(bound, loader, mode, least=sizes.least)
 
     # ---- running ----------------------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
-from lightning_hetero.balanced.runtime.pieces import cut, free_memory, save_buffers
+from lightning_hetero.balanced.runtime.pieces import cut, free_memory, least_samples, save_buffers
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.data.micro_batches import split_batch

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.balanced.fit.plain_backward import Trained
 from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.signals import SignalsTogether
+from lightning_hetero.balanced.fit.size_trials import EarlierRuns
 from lightning_hetero.balanced.fit.step_times import StepTimes
-from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.balanced.runtime.pieces import statistics_kept
 from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.balancing import BatchRebalancer
+from lightning_hetero.callbacks.reporting import CountedOnHost, cost_in, count_work
 from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.device import device_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_hetero.callbacks.work import BatchCost
+from lightning_hetero.callbacks.reporting import BatchCost
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy

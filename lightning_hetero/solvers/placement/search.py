@@ -22,14 +22,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_hetero.solvers.chain.chain import Floats
-from lightning_hetero.solvers.placement.neighbours import (
-    Drafts,
-    Pipes,
-    all_structures,
-    borders,
-    count_structures,
-    neighbours,
-)
+from lightning_hetero.solvers.placement import neighbours as moves
+from lightning_hetero.solvers.placement.neighbours import Drafts, Pipes
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
@@ -93,16 +87,16 @@ def better_structure(
         barred: structures that are out of the question.
     """
     problem = objective.problem
-    if count_structures(problem.n_layers, problem.n_devices, _EXACT) <= _EXACT:
-        return _best(objective, now, all_structures(problem.n_layers, problem.n_devices, most_groups), barred)
+    if moves.count_structures(problem.n_layers, problem.n_devices, _EXACT) <= _EXACT:
+        return _best(objective, now, moves.all_structures(problem.n_layers, problem.n_devices, most_groups), barred)
     best, seen = _best(objective, now, remembered, barred), set[Pipes]()
     for _ in range(rounds):
         drafts = Drafts(problem, problem.cost(best.pipes[0]).size(best.shares[0]))
         busiest = [max(range(len(p.ranks)), key=_stage_times(problem, p).__getitem__) for p in best.pipes]
         slowest = sorted(range(len(busiest)), key=lambda p: -problem.cost(best.pipes[p]).seconds(best.shares[p]))
         ranks = list(dict.fromkeys([*first, *(best.pipes[p].ranks[busiest[p]] for p in slowest)]))
-        near = islice(borders(best.pipes, busiest, problem.n_layers), candidates // 3)
-        far = neighbours(best.pipes, drafts, ranks, most_groups)
+        near = islice(moves.borders(best.pipes, busiest, problem.n_layers), candidates // 3)
+        far = moves.neighbours(best.pipes, drafts, ranks, most_groups)
         drawn = [pipes for pipes in islice(_new(chain(near, far), seen), candidates) if not barred(pipes)]
         found = _best(objective, best, _promising(objective, drawn, best), barred)
         if found.value >= best.value:
