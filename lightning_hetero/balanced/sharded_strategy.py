@@ -24,8 +24,7 @@ from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.checkpoints import remove
-from lightning_hetero.lightning_compat.norms import norms_by
-from lightning_hetero.lightning_compat.patches import called_as_forward, patched, replace_methods
+from lightning_hetero.lightning_compat.patches import called_as_forward, norms_by, patched, replace_methods
 from lightning_hetero.lightning_compat.strategies import set_parallel_sizes, syncs_batch_norm
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.policy import BalancePolicy

@@ -22,12 +22,8 @@ from lightning_hetero.lightning_compat import trainer_callbacks
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
 _ZERO = {("torch", "ZeroRedundancyOptimizer"), ("lightning_hetero", "UnevenZeroOptimizer")}
 _CHANGE_WHAT_IS_TRAINED = {
-    "delay_all_reduce_named_params",
-    "device_mesh",
-    "mixed_precision",
-    "param_to_hook_all_reduce",
-    "process_group",
-}
+    "delay_all_reduce_named_params", "device_mesh", "mixed_precision", "param_to_hook_all_reduce", "process_group",
+}  # fmt: skip
 _ON_WHOLE_PARAMETERS = {"ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}  # the last since Lightning 2.6
 
 

@@ -141,11 +141,8 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         if settings is None:
             self.store = RunStore.join(store, patience)
         else:
-            common = {
-                "lightning_hetero": __version__,
-                "torch": torch.__version__,
-                "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
-            }
+            common = {"lightning_hetero": __version__, "torch": torch.__version__}
+            common["accumulate_grad_batches"] = str(trainer.accumulate_grad_batches)
             own = {**common, **settings}, strategy.node_rank
             everyone, nodes = zip(*self.channel.all_gather_object(own), strict=True)
             apart = strategy.num_nodes > 1 or len({*nodes}) > 1

@@ -321,9 +321,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         size, trainer = self.global_batch_size, self._attached_trainer()
         if self._run is None and self._one_device is None and self._kept.effective_batch_size is not None:
             return self._kept.effective_batch_size
-        if size is None or trainer is None:
-            return None
-        return size * trainer.accumulate_grad_batches
+        return None if size is None or trainer is None else size * trainer.accumulate_grad_batches
 
     @property
     def shares(self) -> tuple[int, ...]:

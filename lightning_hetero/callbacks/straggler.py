@@ -244,13 +244,10 @@ class StragglerMonitor(Callback, reporting.EventSource):
         self, records: Sequence[SpeedSample], predicted_s: Sequence[float], parts: dict[str, float]
     ) -> dict[str, float]:
         columns = {
-            "share": [float(r.samples) for r in records],
-            "compute_s": [r.compute_s for r in records],
-            "wait_s": [r.wait_s for r in records],
-            "predicted_s": list(predicted_s),
-            "score": straggler_scores(records),
-            "straggler": self._test.slowdowns(),
-        }
+            "share": [float(r.samples) for r in records], "compute_s": [r.compute_s for r in records],
+            "wait_s": [r.wait_s for r in records], "predicted_s": list(predicted_s),
+            "score": straggler_scores(records), "straggler": self._test.slowdowns(),
+        }  # fmt: skip
         values: dict[str, float] = {}
         for name, column in columns.items():
             if known := [v for v in column if not math.isnan(v)]:

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.checked import real
 from lightning_hetero.cli.command import CONF, start
-from lightning_hetero.cli.report import read_run
-from lightning_hetero.cli.summary import format_table
+from lightning_hetero.cli.report import format_table, read_run
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.cluster.units import bytes_text, describe_cluster
 from lightning_hetero.plan.estimate import EngineName, Estimate

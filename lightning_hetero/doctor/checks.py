@@ -23,14 +23,9 @@ def versions(facts: Facts) -> list[Finding]:
     """Packages that are needed, in versions that are known to work."""
     wrong = [package for package in facts.host.packages if not package.fits]
     known = ", ".join(f"{p.name} {p.installed}" for p in facts.host.packages if p.installed)
-    return [
-        failing(
-            "versions",
-            f"{package.name} {package.installed or 'not installed'}, needed is {package.wanted or 'any version'}",
-            f"pip install '{package.name}{package.wanted}'",
-        )
-        for package in wrong
-    ] or [fine("versions", known)]
+    needed = [f"{p.name} {p.installed or 'not installed'}, needed is {p.wanted or 'any version'}" for p in wrong]
+    advice = [f"pip install '{p.name}{p.wanted}'" for p in wrong]
+    return [failing("versions", *one) for one in zip(needed, advice, strict=True)] or [fine("versions", known)]
 
 
 def shared_memory(facts: Facts) -> list[Finding]:

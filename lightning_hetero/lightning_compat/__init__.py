@@ -17,5 +17,5 @@ from __future__ import annotations
 from lightning_hetero.lightning_compat.batches import *
 from lightning_hetero.lightning_compat.loaders import *
 from lightning_hetero.lightning_compat.logs import *
-from lightning_hetero.lightning_compat.norms import *
+from lightning_hetero.lightning_compat.patches import *
 from lightning_hetero.lightning_compat.results import *

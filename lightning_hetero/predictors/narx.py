@@ -137,11 +137,8 @@ class Narx(Kalman):
         move = step * (target - _dot(self.weights, z))
         self.weights = [w + move * v for w, v in zip(self.weights, towards, strict=True)]
         grow = 1.0 / keep if math.fsum(self.spread[:: n + 1]) < _PRIOR * n else 1.0
-        self.spread = [
-            (p - step * (v * u)) * grow
-            for row, v in zip(rows, towards, strict=True)
-            for p, u in zip(row, towards, strict=True)
-        ]
+        pairs = [(p, v * u) for row, v in zip(rows, towards, strict=True) for p, u in zip(row, towards, strict=True)]
+        self.spread = [(p - step * both) * grow for p, both in pairs]
 
     def _foresee(self, slow: float) -> None:
         """Takes in a time, ``slow`` times the filter's, and makes the forecast of the next one."""

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
+from lightning_hetero.balanced.fit.beforehand import EarlierRuns, found_sizes
 from lightning_hetero.balanced.fit.settings import BalanceSettings
-from lightning_hetero.balanced.fit.size_trials import EarlierRuns, found_sizes
 from lightning_hetero.balanced.runtime.pieces import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceLogs, PieceRunner, give_up, reason_of
 from lightning_hetero.balanced.runtime import pieces
-from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.balanced.runtime.pieces import LossWeight
 from lightning_hetero.data.micro_batches import join_outputs
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory

@@ -155,15 +155,13 @@ def scores(facts: RunFacts) -> Drawn:
         return "Stages differ in what an item costs them: see the pipeline's stages.", Markup()
     ranks, columns = facts.ranks, [str(first) for first in found.first]
     drawing = charts.heat_map(
-        [f"rank {rank}" for rank in ranks],
-        columns,
+        [f"rank {rank}" for rank in ranks], columns,
         [
             [charts.ratio_cell(v, f"rank {r}, {at}: {v:.2f}") for at, v in zip(columns, found.others[r], strict=True)]
             for r in ranks
         ],
-        label="seconds per item of each rank over time, compared with the ranks' median",
-        x_name="step",
-    )
+        label="seconds per item of each rank over time, compared with the ranks' median", x_name="step",
+    )  # fmt: skip
     words = [
         f"{ranks_text(slow)} {'is' if len(slow) == 1 else 'are'} slow {when}"
         for slow, when in ((found.slow_ranks, "all along"), (found.spells, "for a while"))
@@ -190,9 +188,7 @@ def shares(facts: RunFacts) -> Drawn:
             charts.Line(name=f"rank {rank}", kind=charts.rank_kind(rank), x=x, y=[float(one[rank]) for one in samples])
             for rank in ranks
         ],
-        label="samples per rank over the steps",
-        x_name="step",
-        y_name="samples per rank",
+        label="samples per rank over the steps", x_name="step", y_name="samples per rank",
         marks=[(float(change.step), f"step {change.step}: {change.reason}") for change in changes[-60:]],
     )
     held = [change for change in changes if not change.cancelled]
@@ -337,12 +333,9 @@ def budget(facts: RunFacts) -> Drawn:
             charts.Line(name=n, kind=charts.rank_kind(i), x=x, y=[held.get(n, math.nan) for _, held in run.queues])
             for i, n in enumerate(names)
         ],
-        label="virtual queue of each budget",
-        x_name="step",
-        y_name="batches' budget overspent (below 0: saved)",
-        level=0.0,
-        marks=[(float(change.step), change.reason) for change in run.changes[-60:]],
-    )
+        label="virtual queue of each budget", x_name="step", y_name="batches' budget overspent (below 0: saved)",
+        level=0.0, marks=[(float(change.step), change.reason) for change in run.changes[-60:]],
+    )  # fmt: skip
     told = [
         f"{name}: {abs(value):.1f} batches' budget {'overspent' if value > 0 else 'saved'} at the end,"
         f" {percent(abs(value) / max(1, len(run.steps)))} of the run's"

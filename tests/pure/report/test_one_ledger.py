@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.cli.summary import comparison_table, rank_table
+from lightning_hetero.cli.report import comparison_table, rank_table
 from lightning_hetero.cluster.engine_times import would_take_s
 from lightning_hetero.cluster.score import last_lines
 from lightning_hetero.plan.planner import plan

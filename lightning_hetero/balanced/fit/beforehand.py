@@ -1,6 +1,7 @@
-"""Steps that only find out whether so many samples fit this rank's memory (layer L).
+"""What a rank finds out before it trains (layer L).
 
-The speed of this device when the same work last ran on it, so that a fit begins with good shares.
+By steps on their own, whether so many samples fit its memory. From a file, the speed of this device when the same work
+last ran on it, so that a fit begins with good shares.
 
 One file per device, in the folder that the variable ``LIGHTNING_HETERO_CACHE`` names, or else in
 ``~/.cache/lightning_hetero``. It holds the predictor's state of the latest kinds of work. Where it cannot be written
