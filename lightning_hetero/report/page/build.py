@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_hetero.record.run import named
+from lightning_hetero.report.figures import last_metrics
 from lightning_hetero.report.page import views
 from lightning_hetero.report.page.drawing import COLOURS, MARKS, Markup, element
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.scores import last_metrics
 from lightning_hetero.report.verdict import as_fast, begun, engine_name, milliseconds
 
 _ALIKE = 0.02  # of the throughput; less is no difference

@@ -19,9 +19,9 @@ from lightning_hetero.plan.setup import setup_from_run
 from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import Tally, ledger_of, samples_in, spent_together, waited_in
 from lightning_hetero.record.run import RecordedRun, run_of
+from lightning_hetero.report.figures import alternatives_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.pipelines import alternatives_of
 from lightning_hetero.report.verdict import milliseconds, percent
 from lightning_hetero.types import Event
 from tests.pure.report.kit import Told, decision, events_of, opened, pipeline_run, run_with, stale_run
