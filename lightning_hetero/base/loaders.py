@@ -75,9 +75,7 @@ class LoaderBinder(ABC, Generic[Bound]):
             trainer, channel, strategy_name=strategy_name, global_batch_size=shared.global_batch_size,
             batch_sampler=shared.batch_sampler, stream=stream,
         )  # fmt: skip
-        self._trainer = trainer
-        self._channel = channel
-        self._strategy_name = strategy_name
+        self._trainer, self._channel, self._strategy_name = trainer, channel, strategy_name
         self._own_data, self._compared = shared.own_data, False
         self._counted = shared.weight_in(trainer.lightning_module) is not None
         self._bound: list[Bound] = []

@@ -38,12 +38,8 @@ class OrderFinder:
         batch_sampler: Literal["refuse", "pool"], stream: StreamMode | None,
     ) -> None:  # fmt: skip
         self.resume: Mapping[str, Any] = {}
-        self._trainer = trainer
-        self._channel = channel
-        self._strategy_name = strategy_name
-        self._global_batch_size = global_batch_size
-        self._batch_sampler = batch_sampler
-        self._stream = stream
+        self._trainer, self._channel, self._strategy_name = trainer, channel, strategy_name
+        self._global_batch_size, self._batch_sampler, self._stream = global_batch_size, batch_sampler, stream
 
     def inspect(self, loader: object) -> LoaderSpec:
         """Returns what a train loader is. Whether the engine takes streams is not asked here.

@@ -97,9 +97,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
         super().__init__(**stock)
         self.accelerator = accelerator  # pyright: ignore[reportAttributeAccessIssue]
-        self.timeout = timeout
-        self.given = stock
-        self._monitor = monitor
+        self.timeout, self.given, self._monitor = timeout, stock, monitor
         self._run: Run | None = None
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint

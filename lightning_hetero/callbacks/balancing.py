@@ -105,8 +105,7 @@ class BatchRebalancer(Callback):
     """
 
     def __init__(self, policy: BalancePolicy | None = None, *, enabled: bool = True) -> None:
-        self.policy = policy
-        self.enabled = enabled
+        self.policy, self.enabled = policy, enabled
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy

@@ -54,8 +54,7 @@ class HeteroTrace(Callback):
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
         self._source: reporting.EventSource | None = None  # the same to the end, when the strategy measures no more
         self._rank, self._run, self._resumed = 0, "", False
-        self._opened_s = 0.0
-        self._batch_began_s = 0.0
+        self._opened_s = self._batch_began_s = 0.0
         self._noted: dict[str, float] = {}  # metrics, as written last
         self._at: tuple[int, int] | None = None  # epoch and batch that ended last
 

@@ -89,8 +89,7 @@ class FitClock(Callback):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.clocked: dict[str, Any] = {}
-        self._started_s = 0.0
-        self._batches = 0
+        self._started_s, self._batches = 0.0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started_s = time.perf_counter()

@@ -124,8 +124,7 @@ class Throttle:
                 f"the scenario's highest speed is {scenario.top_speed:g}, but real work can only be"
                 f" stretched: divide all speeds by {scenario.top_speed:g}, or give sample_s to emulate times"
             )
-        self.scenario = scenario
-        self.rank = rank
+        self.scenario, self.rank = scenario, rank
         self.pacer = Pacer(clock=clock, sleep=sleep)
         self._clock, self._sleep = clock, sleep
         self._step: int | None = None  # the step begun and not ended

@@ -9,7 +9,6 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -224,7 +223,7 @@ def count_throughput(trainer: Trainer, trained: Trained) -> Callable[[], None]:
     undo = ExitStack()
     for monitor in trainer_callbacks(trainer):
         if isinstance(monitor, ThroughputMonitor):
-            undo.callback(replace_methods(monitor, _start=partial(start, monitor)))
+            undo.callback(replace_methods(monitor, _start=functools.partial(start, monitor)))
     return undo.close
 
 

@@ -14,6 +14,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning_hetero.lightning_compat.launchers import ScriptLauncher
 from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
 
+if TYPE_CHECKING:  # what it needs of `DDPStrategy` is in `ModelParallelStrategy`, too
+    from lightning.pytorch.strategies import DDPStrategy as _Stock
+else:
+    _Stock = ParallelStrategy
+
 
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
     """Whether the Trainer has ``sync_batchnorm=True``.
@@ -61,29 +66,12 @@ def hand_over(trainer: Trainer, old: LaunchedStrategy, new: LaunchedStrategy) ->
     trainer._accelerator_connector.strategy = new
 
 
-class LaunchedStrategy(ParallelStrategy):
+class LaunchedStrategy(_Stock):
     """Stands before one of Lightning's, with launchers that ask it about the Trainer's settings and a rank's death.
 
     Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
     ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses.
     """
-
-    if TYPE_CHECKING:  # of `DDPStrategy` and `ModelParallelStrategy` alike
-        _process_group_backend: str | None
-
-        @property
-        def num_nodes(self) -> int: ...
-
-        @num_nodes.setter
-        def num_nodes(self, num_nodes: int) -> None: ...
-
-        @property
-        def num_processes(self) -> int: ...
-
-        @property
-        def process_group_backend(self) -> str | None: ...
-
-        def set_world_ranks(self) -> None: ...
 
     @abstractmethod
     def check_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -112,7 +100,7 @@ class LaunchedStrategy(ParallelStrategy):
         # An operation of NCCL waits on the device for a rank that has died, until its timeout ends the process.
         if self._process_group_backend is None and self.can_lose_ranks():
             return "gloo"
-        return super()._get_process_group_backend()  # pyright: ignore[reportAttributeAccessIssue]
+        return super()._get_process_group_backend()
 
     def choose_backend(self) -> str:
         """Settles and returns `process_group_backend`, for a rank that makes its own process group."""

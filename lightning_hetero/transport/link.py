@@ -121,8 +121,7 @@ class _SocketLink:
         self._sending = threading.Lock()
         self._unsent: bytes | memoryview = b""  # the rest of a sign of life; nothing else goes before it
         self._lost: ServerLostError | None = None
-        self._state = b""
-        self._patience_s = patience_s
+        self._state, self._patience_s = b"", patience_s
         self._heard_of = 0  # how often
         # In this conversation: since when this worker waits, the server's progress, and since when it has shown that.
         self._wait: tuple[float, int, float] | None = None

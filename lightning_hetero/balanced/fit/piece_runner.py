@@ -174,9 +174,7 @@ class PieceRunner:
     """
 
     def __init__(self, trainer: Trainer, model: nn.Module, *, device: HostDevice, cap: MemoryCap) -> None:
-        self.cap = cap
-        self.tried = False
-        self.exchanged = 0
+        self.cap, self.tried, self.exchanged = cap, False, 0
         self._trainer, self._model, self.device = trainer, model, device
         self._module: LightningModule = trainer.lightning_module
 

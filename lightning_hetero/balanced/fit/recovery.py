@@ -68,8 +68,7 @@ class Recovery:
         self._pieces = PieceRunner(trainer, model, device=device, cap=cap)
         self._taken = pieces.GradientsTaken(self._module.parameters())
         self._step = GuardedStep(self._module.training_step, None, ())
-        self._backward_passes = 0
-        self._warned = False
+        self._backward_passes, self._warned = 0, False
 
     def close(self) -> None:
         self._taken.close()

@@ -282,10 +282,8 @@ class MemoryWatch:
     def __init__(self, device: HostDevice, cap: MemoryCap) -> None:
         self._device, self._cap = device, cap
         self._use = MemoryUse()
-        self._begun = False
-        self._base_bytes = 0.0
-        self._limit_bytes = 0.0
-        self._asked_for = -1
+        self._begun, self._asked_for = False, -1
+        self._base_bytes = self._limit_bytes = 0.0
 
     def begin(self, samples: int) -> None:
         """A step begins."""
