@@ -23,9 +23,8 @@ from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelPar
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.checkpoints import remove
 from lightning_hetero.lightning_compat.patches import called_as_forward, norms_by, patched, replace_methods
-from lightning_hetero.lightning_compat.strategies import set_parallel_sizes, syncs_batch_norm
+from lightning_hetero.lightning_compat.strategies import remove, set_parallel_sizes, syncs_batch_norm
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import LossReduction
@@ -89,20 +88,13 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
     _unshard: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
-        self,
-        *,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int | Literal["auto"] = "auto",
-        shard: sharding.Sharding | None = None,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
+        self, *, data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto", shard: sharding.Sharding | None = None,
+        predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
-        quantum: int | Literal["auto"] = "auto",
-        policy: Literal["predictive"] | BalancePolicy | None = None,
-        rebalance: bool = True,
-        exchange_every: int | None = None,
-        stream: StreamMode | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None, quantum: int | Literal["auto"] = "auto",
+        policy: Literal["predictive"] | BalancePolicy | None = None, rebalance: bool = True,
+        exchange_every: int | None = None, stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,

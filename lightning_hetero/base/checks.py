@@ -1,4 +1,7 @@
-"""Refusals with a reason, and error messages that name the cause (layer L)."""
+"""Refusals with a reason, and error messages that name the cause (layer L).
+
+In which numbers a Trainer computes, and whether the device can.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import inspect
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.checkpoint import CheckpointException
 
-from lightning_hetero.lightning_compat.checkpoints import written_last
+from lightning_hetero.lightning_compat.strategies import written_last
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.failures import FailureBoard, lost_contact
 
 REFUSALS = {
@@ -242,3 +248,24 @@ def name_lost_peer(exception: BaseException, rank: int, failures: FailureBoard |
         said, trace = f": {cause}", "" if cause.__cause__ is None else f"\n{cause.__cause__}"
     if said[2:] not in text:  # else it was said where it was noticed
         exception.args = (f"{text}\nrank {rank} lost contact with another rank{said}{trace}", *exception.args[1:])
+
+
+_NAMES = {"bf16": torch.bfloat16, "transformer-engine": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+
+
+def trained_dtype(precision: object) -> torch.dtype:
+    """Returns the dtype of matrix products under a Trainer's ``precision``, e.g. float16 under ``"16-mixed"``."""
+    return next((dtype for name, dtype in _NAMES.items() if name in str(precision)), torch.float32)
+
+
+def warn_of_emulation(precision: Precision, device: torch.device, rank: int) -> None:
+    """Warns, on the rank concerned, of a device that only emulates what it is to compute."""
+    on = device_of(device)
+    if trained_dtype(precision.precision) is torch.bfloat16 and not on.computes_bfloat16():
+        warnings.warn(
+            f"rank {rank} ({on.name()}) does not compute bfloat16: it is emulated there, many times slower, and the"
+            f" other ranks wait for it. Use precision='16-mixed' instead of {str(precision.precision)!r}, or leave the"
+            " device out",
+            RuntimeWarning,
+            stacklevel=2,
+        )

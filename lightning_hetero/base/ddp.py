@@ -14,7 +14,7 @@ from lightning_hetero.base.checks import check_averaging, check_choice, known_ar
 from lightning_hetero.base.refusals import is_sharded, shards_itself
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
+from lightning_hetero.lightning_compat.strategies import read_folder, written_last
 
 Run = TypeVar("Run", bound=EngineRun[Any])
 

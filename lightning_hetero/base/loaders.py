@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import SharedSettings
-from lightning_hetero.base.orders import OrderFinder
-from lightning_hetero.base.own_data import own_data_in
+from lightning_hetero.base.orders import OrderFinder, own_data_in
 from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part
 from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
@@ -154,8 +153,7 @@ class LoaderBinder(ABC, Generic[Bound]):
         """Returns what a resumed run needs, as plain types."""
         primary = self.primary
         return {
-            "world_size": self._channel.world_size,
-            "global_batch_size": self.global_batch_size,
+            "world_size": self._channel.world_size, "global_batch_size": self.global_batch_size,
             "batch_size": None if primary is None else primary.spec.batch_size,
             "orders": [bound.order.state_dict() if bound.order is not None else {} for bound in self._bound],
             "applied": self.orders.applied(self._bound[0].order if self._bound else None),

@@ -41,9 +41,7 @@ _MOST_EVENTS = 4096  # kept for a trace that nobody may write
 
 def gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """Returns a new gloo group of the default group's members; a collective."""
-    group = make_group(None, timeout, "gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return make_group(None, timeout, "gloo")
 
 
 def own_memory(module: nn.Module) -> None:

@@ -22,10 +22,10 @@ from torch import distributed as dist
 
 from lightning_hetero.base import checks
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, SharedSettings
+from lightning_hetero.base.checks import warn_of_emulation
 from lightning_hetero.base.loaders import OneDeviceFit
 from lightning_hetero.base.metrics import gather_unequal, integer_mean_, is_mean
 from lightning_hetero.base.nodes import UnevenNodesStrategy
-from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, sum_up

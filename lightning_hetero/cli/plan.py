@@ -92,14 +92,13 @@ def _cluster(given: Mapping[str, Any]) -> tuple[Cluster, list[str]]:
         from lightning_hetero.pipeline.fit.planning import read_cluster
 
         return cast("Cluster", read_cluster(spec)), [f"devices as described in {spec}"]
-    from lightning_hetero.base.precision import trained_dtype
+    from lightning_hetero.base.checks import trained_dtype
     from lightning_hetero.cli.ranks import probe_machine
 
     cluster, backend = probe_machine(
-        devices=given.get("devices"),
-        accelerator=str(given.get("accelerator", "auto")),
+        devices=given.get("devices"), accelerator=str(given.get("accelerator", "auto")),
         dtype=trained_dtype(given.get("precision", "32-true")),
-    )
+    )  # fmt: skip
     return cluster, [f"links measured here, by {backend}"]
 
 

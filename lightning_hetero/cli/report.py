@@ -16,9 +16,9 @@ from lightning_hetero.cli.command import command_parser
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import tell
 from lightning_hetero.record.run import run_of
+from lightning_hetero.report.figures import perfetto_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.perfetto import perfetto_of
 
 REPORT_FILE, COMPARISON_FILE, TRACE_FILE, RESULT_FILE = "report.html", "comparison.html", "perfetto.json", "result.json"
 T = TypeVar("T")

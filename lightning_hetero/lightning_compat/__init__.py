@@ -12,8 +12,6 @@ Each function says what it reads, why no public way exists, and which test pins 
 (`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6. Names without an underscore are read from here.
 """
 
-from __future__ import annotations
-
 from lightning_hetero.lightning_compat.batches import *
 from lightning_hetero.lightning_compat.loaders import *
 from lightning_hetero.lightning_compat.logs import *

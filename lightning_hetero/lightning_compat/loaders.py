@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -231,12 +231,10 @@ def count_step(trainer: Trainer) -> None:
 def steps_uncounted(trainer: Trainer) -> Iterator[None]:
     """Inside, the steps of manual optimization do not count: they belong to a batch already counted."""
     progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-    before = [(p, p.ready, p.completed) for p in (progress.total, progress.current)]
-    try:
+    with ExitStack() as stack:
+        for tracker in (progress.total, progress.current):
+            stack.callback(vars(tracker).update, ready=tracker.ready, completed=tracker.completed)
         yield
-    finally:
-        for tracker, ready, completed in before:
-            tracker.ready, tracker.completed = ready, completed
 
 
 def resume_from(trainer: Trainer, checkpoint: str) -> None:

@@ -107,8 +107,7 @@ def weigh_logs(
 @contextmanager
 def as_batch(trainer: Trainer, batch: Any, samples: int | None = None) -> Iterator[None]:
     """Inside, values logged belong to ``batch``, of so many samples: another one within the same step of the loop."""
-    results = trainer._results
-    assert results is not None
+    results: Any = trainer._results
     with patched(results, "batch", batch), patched(results, "batch_size", samples):
         yield
 
@@ -120,13 +119,10 @@ def unlogged(module: LightningModule) -> Iterator[None]:
     What is written to a logger directly is lost as well; Lightning's stand-in for loggers is not exported.
     """
     trainer = module.trainer
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with patched(module, "log", lambda *_, **__: None):
-            yield
-    finally:
-        trainer.loggers = loggers
+    with patched(module, "log", lambda *_, **__: None), ExitStack() as stack:
+        stack.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        yield
 
 
 @contextmanager
@@ -164,11 +160,9 @@ def _neutral(meta: Any, value: Tensor) -> Tensor:
 @contextmanager
 def metrics_frozen(module: nn.Module) -> Iterator[None]:
     """Undoes every torchmetrics update made inside: a dummy batch must not count."""
-    put_back = save_metrics(module)
-    try:
+    with ExitStack() as stack:
+        stack.callback(save_metrics(module))
         yield
-    finally:
-        put_back()
 
 
 def save_metrics(module: nn.Module) -> Callable[[], None]:

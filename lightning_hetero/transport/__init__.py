@@ -4,9 +4,9 @@
 ``one_round``      ... in one round, where little is to be sent
 ``objects``        objects between ranks: the only place where what came over a process group is unpickled
 ``groups``         the default process group again, among those that are left, or with who has come
-``store``          a store hosted by this process
+``run_store``      a store hosted by one process of the run, and lines to it
 ``roll_call``      ranks meet in a store, and a silent one is left out
-``aside``          calls that may never end
+``awake``          the clock of waits, and calls that may never end
 ``whole_files``    files that appear when they are complete
 ``alone``          a step of one rank, which must not wait for the others
 

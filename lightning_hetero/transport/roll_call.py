@@ -29,9 +29,8 @@ from typing import Any, TypeVar
 
 from lightning_hetero.transport.awake import BEAT_S, Aside, awake_s
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError, ServerLostError
-from lightning_hetero.transport.lines import HostLines, guest_line
 from lightning_hetero.transport.membership import Come, Limits, Membership, Met, RunEndsError
-from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress
+from lightning_hetero.transport.run_store import HostLines, RunStore, SignedStore, StoreAddress, guest_line
 
 T = TypeVar("T")
 

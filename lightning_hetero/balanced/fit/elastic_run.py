@@ -28,10 +28,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock
-from lightning_hetero.balanced.fit.loaders import BalancedBinder
+from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
 from lightning_hetero.balanced.fit.recovery import loss_of
 from lightning_hetero.balanced.fit.run import BalancedRun
-from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.runtime.pieces import PieceGradients, cut, least_samples
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.exchange import ElasticExchange

@@ -2,14 +2,16 @@
 
 Loaders whose batches cannot be divided are left to Lightning, all of a fit's: their batches meet in one loss, whose
 weight must be one. Ranks then train in equal parts, on stock DDP's batches with stock DDP's gradients.
+
+The arguments that only the strategies with balanced batches have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Trainer
@@ -20,12 +22,12 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
 from lightning_hetero.balanced.fit.beforehand import EarlierRuns, found_sizes
-from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.runtime.pieces import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
-from lightning_hetero.base.own_data import check_own_batches, indexed
+from lightning_hetero.base.orders import check_own_batches, indexed
 from lightning_hetero.callbacks.balancing import HeteroBatchSizeFinder
+from lightning_hetero.callbacks.reporting import BatchCost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
@@ -33,8 +35,31 @@ from lightning_hetero.data.order import Channel
 from lightning_hetero.data.stream import StreamMode, raise_unknown_place
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
+from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceSettings:
+    """The strategy's own arguments; see `LoadBalancedStrategy`."""
+
+    policy: BalancePolicy
+    rebalance: bool = True
+    batch_cost: BatchCost | None = None
+    bounds: ShareBounds = field(default_factory=ShareBounds)
+    learns: bool = False  # most samples, from the first step on
+    quantum: int | Literal["auto"] = "auto"
+    stream: StreamMode | None = None
+    exchange_every: int | None = None
+    min_ranks: int | None = None
+
+    def without_effect(self) -> str:
+        """Says which arguments were given and have no effect on equal parts; empty: none."""
+        options = {"min_samples": self.bounds.lower, "max_samples": self.bounds.upper}
+        options |= {"quantum": None if self.quantum in (1, "auto") else 0}
+        idle = [name for name, value in options.items() if value is not None]
+        return f". Without effect: {', '.join(idle)}" if idle else ""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

@@ -15,18 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.beforehand import EarlierRuns
-from lightning_hetero.balanced.fit.loaders import BalancedBinder
+from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import Trained
 from lightning_hetero.balanced.fit.recovery import Recovery
-from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.balanced.fit.step_times import SignalsTogether, StepTimes
 from lightning_hetero.balanced.runtime.pieces import LossWeight, statistics_kept
 from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.balancing import BatchRebalancer
-from lightning_hetero.callbacks.reporting import CountedOnHost, cost_in, count_work
-from lightning_hetero.callbacks.requeue import RequeueTogether
+from lightning_hetero.callbacks.reporting import CountedOnHost, RequeueTogether, cost_in, count_work
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.device import device_of

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.base.run import EventLog
-from lightning_hetero.callbacks.requeue import RequeueTogether
+from lightning_hetero.callbacks.reporting import RequeueTogether
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes

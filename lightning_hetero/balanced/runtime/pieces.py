@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -59,17 +59,12 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
 
     Copies, because backward still refers to the tensors that forward has written.
     """
-    kept: list[tuple[nn.Module, str, Tensor]] = []
-    for layer in module.modules():
-        if _is_local(layer):
+    with ExitStack() as stack:
+        for layer in filter(_is_local, module.modules()):
             for name, buffer in layer.named_buffers(recurse=False):
-                kept.append((layer, name, buffer))
+                stack.callback(setattr, layer, name, buffer)
                 setattr(layer, name, buffer.clone())
-    try:
         yield
-    finally:
-        for layer, name, buffer in kept:
-            setattr(layer, name, buffer)
 
 
 def _is_local(layer: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lightning_hetero.record.run import named
 from lightning_hetero.report.figures import last_metrics
 from lightning_hetero.report.page import views
-from lightning_hetero.report.page.drawing import COLOURS, MARKS, Markup, element
+from lightning_hetero.report.page.charts import COLOURS, MARKS, Markup, element
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.verdict import as_fast, begun, engine_name, milliseconds
 

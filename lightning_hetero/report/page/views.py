@@ -17,7 +17,7 @@ from lightning_hetero.record.ledger import spent_in
 from lightning_hetero.record.run import RecordedRun, RunStep, named
 from lightning_hetero.report.figures import PipelineFacts, bubble, late_between, losses_of, throughput_of
 from lightning_hetero.report.page import charts
-from lightning_hetero.report.page.drawing import Markup, element, joined
+from lightning_hetero.report.page.charts import Markup, element, joined
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.verdict import begun, milliseconds, percent, ranks_text
 

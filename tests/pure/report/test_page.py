@@ -12,7 +12,7 @@ import pytest
 
 from lightning_hetero.record.run import RecordedRun, RunChange
 from lightning_hetero.report.page.build import names_of, page_of
-from lightning_hetero.report.page.drawing import element, joined
+from lightning_hetero.report.page.charts import element, joined
 from lightning_hetero.report.page.facts import RunFacts
 from tests.pure.report.kit import RUNS, SHOWN, balanced_run, run_with, stale_run
 
