@@ -32,11 +32,10 @@ _STRATEGIES = {
     "balanced": "LoadBalancedStrategy", "stale": "BoundedStalenessStrategy", "pipeline": "HeteroPipelineStrategy",
     "federated": "FederatedStrategy", "auto": "AutoStrategy", "sharded": "ShardedBalancedStrategy",
 }  # fmt: skip
-_REGISTRIES = {  # by package: where names are registered, and what refuses them there
-    "lightning.pytorch": ("StrategyRegistry", None),
-    "lightning.fabric": ("STRATEGY_REGISTRY", "refuse_fabric"),
-    "pytorch_lightning": ("StrategyRegistry", "refuse_other_package"),
-}
+_REGISTRIES = {  # by package; in the last two our names are refused
+    "lightning.pytorch": "StrategyRegistry", "lightning.fabric": "STRATEGY_REGISTRY",
+    "pytorch_lightning": "StrategyRegistry",
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from lightning_hetero.public import *
@@ -58,23 +57,22 @@ def _made(name: str, **params: Any) -> object:
     return getattr(import_module("lightning_hetero.public"), name)(**params)
 
 
-def _refused(name: str, **_: Any) -> object:
-    return getattr(import_module("lightning_hetero.base.checks"), name)()
+def _refused(package: str, **_: Any) -> object:
+    raise TypeError(import_module("lightning_hetero.base.checks").REFUSALS[package])
 
 
 def _register(package: str) -> None:
     """Registers each name of stock DDP's in a package's registry, with ours instead of ``ddp``."""
-    registry_name, refusal = _REGISTRIES[package]
     strategies = import_module(f"{package}.strategies")
-    registry = getattr(strategies, registry_name)
+    registry = getattr(strategies, _REGISTRIES[package])
     ddp = {n: entry["init_params"] for n, entry in registry.items() if entry["strategy"] is strategies.DDPStrategy}
     forked = {n.replace("_spawn", "_forkserver"): p for n, p in ddp.items() if "_spawn" in n}
     ddp |= {name: {**params, "start_method": "forkserver"} for name, params in forked.items()}
     for engine, cls in _STRATEGIES.items():
-        make, about = partial(_refused, refusal) if refusal else partial(_made, cls), f"{cls} of lightning-hetero"
+        make = partial(_made, cls) if package == "lightning.pytorch" else partial(_refused, package)
         for name, params in {"ddp": {}}.items() if engine == "sharded" else ddp.items():  # without DDP's arguments
             ours = name.replace("ddp", f"hetero_{engine}", 1)
-            registry.register(ours, make, description=about, override=True, **params)
+            registry.register(ours, make, description=f"{cls} of lightning-hetero", override=True, **params)
 
 
 class _When(MetaPathFinder, Loader):

@@ -68,7 +68,6 @@ class DigitsData(_TensorData):
         self.val_samples = val_samples
 
     def setup(self, stage: str) -> None:
-        del stage
         if self.train is None:
             images, labels = load_digits_tensors()
             order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
@@ -191,7 +190,6 @@ class TopicsText(_TensorData):
         self.block_size, self.max_train_windows = block_size, max_train_windows
 
     def setup(self, stage: str) -> None:
-        del stage
         if self.train is None:
             ids = encode(topics_text())
             cut = len(ids) * 9 // 10

@@ -3,13 +3,7 @@
 from lightning_hetero.auto.strategy import AutoStrategy
 from lightning_hetero.balanced.sharded_strategy import ShardedBalancedStrategy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
-from lightning_hetero.callbacks import (
-    BatchRebalancer,
-    HeteroBatchSizeFinder,
-    HeteroTrace,
-    StragglerMonitor,
-    ThrottleCallback,
-)
+from lightning_hetero.callbacks import *
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.federated.strategy import FederatedStrategy

@@ -64,7 +64,7 @@ BOUNDED: dict[str, set[str]] = {
         "transport/failures.py::FailureBoard.wait_for_peer",
         "transport/roll_call.py::GuestRollCall._too_late",
         "transport/run_store.py::RunStore.ask",
-        "transport/store.py::_within",
+        "transport/run_store.py::_within",
     },
     "another thread looks at the clock and at the failure board, and closes what this one waits for": {
         "lightning_compat/process_launchers.py::ProcessLauncher._answer",
@@ -93,9 +93,9 @@ BOUNDED: dict[str, set[str]] = {
         "stale/runtime/work/worker.py::Worker.abort",
     },
     "the socket waits for a beat at most, or not at all": {
-        "transport/lines.py::HostLines.ended",
-        "transport/lines.py::_read",
-        "transport/lines.py::guest_line",
+        "transport/run_store.py::HostLines.ended",
+        "transport/run_store.py::_read",
+        "transport/run_store.py::guest_line",
         "transport/listener.py::Listener._read",
         "transport/sockets.py::accept_from",
         "transport/sockets.py::connect_to_unix",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_hetero.report.page.drawing import WIDTH, Drawing, text_width
+from lightning_hetero.report.page.charts import WIDTH, Drawing, text_width
 
 _NAME, _PITCH, _BAR, _GAP = 15.0, 15.0, 10.0, 7.0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from lightning_hetero.report.page.drawing import COLOURS, MARKS, WIDTH, text_width
+from lightning_hetero.report.page.charts import COLOURS, MARKS, WIDTH, text_width
 
 Paper = Literal["light", "dark", "both"]
 BOTH: Paper = "both"

@@ -29,7 +29,7 @@ from lightning_hetero.balanced.sharded_strategy import ShardedBalancedStrategy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments, SharedSettings
 from lightning_hetero.base.ddp import HeteroDDPStrategy
-from lightning_hetero.base.own_data import own_data_in
+from lightning_hetero.base.orders import own_data_in
 from lightning_hetero.base.refusals import Refusals, shards_itself
 from lightning_hetero.base.run import EngineRun, gloo_group
 from lightning_hetero.base.setup import CHECKPOINT_KEY

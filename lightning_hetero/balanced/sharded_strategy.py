@@ -18,17 +18,13 @@ from typing_extensions import Unpack
 from lightning_hetero.balanced.fit.balancing_strategy import BalancingStrategy
 from lightning_hetero.balanced.fit.run import BalancedRun
 from lightning_hetero.balanced.fit.sharded_run import ShardedRun
-from lightning_hetero.balanced.runtime.norms import clip_by_norm, each_norm, total_norm
-from lightning_hetero.balanced.runtime.shard import Sharding, check_sharding, check_synchronised, shard_module
-from lightning_hetero.balanced.runtime.shard_state import is_fresh, load_sharded, load_whole, order_groups
+from lightning_hetero.balanced.runtime import shard as sharding
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, ModelParallelArguments
 from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.lightning_compat.checkpoints import remove
-from lightning_hetero.lightning_compat.norms import norms_by
-from lightning_hetero.lightning_compat.patches import called_as_forward, patched, replace_methods
-from lightning_hetero.lightning_compat.strategies import set_parallel_sizes, syncs_batch_norm
+from lightning_hetero.lightning_compat.patches import called_as_forward, norms_by, patched, replace_methods
+from lightning_hetero.lightning_compat.strategies import remove, set_parallel_sizes, syncs_batch_norm
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import LossReduction
@@ -92,20 +88,13 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
     _unshard: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
-        self,
-        *,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int | Literal["auto"] = "auto",
-        shard: Sharding | None = None,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
+        self, *, data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto", shard: sharding.Sharding | None = None,
+        predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
-        quantum: int | Literal["auto"] = "auto",
-        policy: Literal["predictive"] | BalancePolicy | None = None,
-        rebalance: bool = True,
-        exchange_every: int | None = None,
-        stream: StreamMode | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None, quantum: int | Literal["auto"] = "auto",
+        policy: Literal["predictive"] | BalancePolicy | None = None, rebalance: bool = True,
+        exchange_every: int | None = None, stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
@@ -120,11 +109,11 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         )  # fmt: skip
         check_counts(data_parallel_size=None if data_parallel_size == "auto" else data_parallel_size)
         check_counts(tensor_parallel_size=None if tensor_parallel_size == "auto" else tensor_parallel_size)
-        check_sharding(shard)
+        sharding.check_sharding(shard)
         self._distributed: bool = self.given.get("save_distributed_checkpoint", True)
         self._data_parallel: int | Literal["auto"] = data_parallel_size
         self._tensor_parallel: int | Literal["auto"] = tensor_parallel_size
-        self._shard: Sharding | None = shard
+        self._shard: sharding.Sharding | None = shard
 
     @property
     def agreed(self) -> dict[str, Any]:
@@ -168,14 +157,14 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
             )
         if self._shard is not None and module is not None and not is_overridden("configure_model", module):
             mesh, apart = self.device_mesh["data_parallel"], not module.automatic_optimization
-            shard = partial(shard_module, module, mesh, self._shard, apart=apart)
+            shard = partial(sharding.shard_module, module, mesh, self._shard, apart=apart)
             steps = {name: called_as_forward(module, name) for name in _STEPS if is_overridden(name, module)}
             self._unshard = replace_methods(module, configure_model=shard, **steps)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if self._run is not None and self.parts > 1:
-            check_synchronised(self._run.module)
+            sharding.check_synchronised(self._run.module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._run, ShardedRun):
@@ -190,11 +179,11 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         run, plugin = super().begin(trainer), self.precision_plugin
 
         def clip(optimizer: Optimizer, clip_val: float) -> None:
-            if not clip_by_norm(plugin.main_params(optimizer), clip_val):
+            if not sharding.clip_by_norm(plugin.main_params(optimizer), clip_val):
                 type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
 
         run.undo.enter_context(patched(plugin, "clip_grad_by_norm", clip))
-        run.undo.enter_context(norms_by(total_norm, each_norm))
+        run.undo.enter_context(norms_by(sharding.total_norm, sharding.each_norm))
         return run
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
@@ -210,13 +199,13 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
         if not self._saves():
             return {}
         own = getattr(optimizer, "_optimizer", optimizer)
-        fresh = is_fresh(own)
+        fresh = sharding.is_fresh(own)
         state = super().optimizer_state(own)
         if fresh:
             own.state.clear()
             state = {**state, "state": {}} if state else state
         if state and not self._distributed and self.model is not None:
-            order_groups(state, own, self.model)
+            sharding.order_groups(state, own, self.model)
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -249,9 +238,9 @@ class ShardedBalancedStrategy(BalancingStrategy, ModelParallelStrategy):  # pyri
             return checkpoint
         for index, optimizer in enumerate(optimizers):
             if path.is_dir():
-                load_sharded(path, f"optimizer_{index}", optimizer, model)
+                sharding.load_sharded(path, f"optimizer_{index}", optimizer, model)
             elif index < len(saved):
-                load_whole(saved[index], optimizer, model, ours=CHECKPOINT_KEY in checkpoint)
+                sharding.load_whole(saved[index], optimizer, model, ours=CHECKPOINT_KEY in checkpoint)
         return checkpoint
 
     def make_run(self, trainer: Trainer) -> BalancedRun:

@@ -1,4 +1,7 @@
-"""Refusals with a reason, and error messages that name the cause (layer L)."""
+"""Refusals with a reason, and error messages that name the cause (layer L).
+
+In which numbers a Trainer computes, and whether the device can.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,32 @@ import inspect
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.checkpoint import CheckpointException
 
-from lightning_hetero.lightning_compat.checkpoints import written_last
+from lightning_hetero.lightning_compat.strategies import written_last
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.failures import FailureBoard, lost_contact
 
-PACKAGE_REFUSAL = (
-    "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
-    " the two packages are copies of the same code. Import lightning.pytorch instead of pytorch_lightning"
-)
-
-FABRIC_REFUSAL = (
-    "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training"
-    " loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
-)
-
-
-def refuse_fabric(**kwargs: object) -> NoReturn:
-    """Stands under our names in Fabric's registry.
-
-    Raises:
-        TypeError: always, with the reason.
-    """
-    del kwargs
-    raise TypeError(FABRIC_REFUSAL)
-
-
-def refuse_other_package(**kwargs: object) -> NoReturn:
-    """Stands under our names in the registry of ``pytorch_lightning``, if a program has imported it.
-
-    Raises:
-        TypeError: always, with the reason.
-    """
-    del kwargs
-    raise TypeError(PACKAGE_REFUSAL)
+REFUSALS = {
+    "lightning.fabric": "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric,"
+    " whose training loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')",
+    "pytorch_lightning": "this program uses the package pytorch_lightning, whose Trainer knows nothing of"
+    " lightning.pytorch's strategies: the two packages are copies of the same code. Import lightning.pytorch instead of"
+    " pytorch_lightning",
+}
+"""By package, why our names in its registry make nothing there."""
 
 
 def check_counts(**counts: int | None) -> None:
@@ -263,3 +248,24 @@ def name_lost_peer(exception: BaseException, rank: int, failures: FailureBoard |
         said, trace = f": {cause}", "" if cause.__cause__ is None else f"\n{cause.__cause__}"
     if said[2:] not in text:  # else it was said where it was noticed
         exception.args = (f"{text}\nrank {rank} lost contact with another rank{said}{trace}", *exception.args[1:])
+
+
+_NAMES = {"bf16": torch.bfloat16, "transformer-engine": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+
+
+def trained_dtype(precision: object) -> torch.dtype:
+    """Returns the dtype of matrix products under a Trainer's ``precision``, e.g. float16 under ``"16-mixed"``."""
+    return next((dtype for name, dtype in _NAMES.items() if name in str(precision)), torch.float32)
+
+
+def warn_of_emulation(precision: Precision, device: torch.device, rank: int) -> None:
+    """Warns, on the rank concerned, of a device that only emulates what it is to compute."""
+    on = device_of(device)
+    if trained_dtype(precision.precision) is torch.bfloat16 and not on.computes_bfloat16():
+        warnings.warn(
+            f"rank {rank} ({on.name()}) does not compute bfloat16: it is emulated there, many times slower, and the"
+            f" other ranks wait for it. Use precision='16-mixed' instead of {str(precision.precision)!r}, or leave the"
+            " device out",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,10 +14,7 @@ from lightning_hetero.base.checks import check_averaging, check_choice, known_ar
 from lightning_hetero.base.refusals import is_sharded, shards_itself
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+from lightning_hetero.lightning_compat.strategies import read_folder, written_last
 
 Run = TypeVar("Run", bound=EngineRun[Any])
 
@@ -74,9 +71,7 @@ class HeteroDDPStrategy(HeteroStrategy[Run], DDPStrategy):
         self._refuse_sharding(is_sharded)
         super().check_module(module)
 
-    def _refuse_sharding(
-        self, found_in: Callable[[LightningModule], bool], cause: Exception | None = None
-    ) -> None:
+    def _refuse_sharding(self, found_in: Callable[[LightningModule], bool], cause: Exception | None = None) -> None:
         if (module := self.lightning_module) is not None and found_in(module):
             raise TypeError(
                 f"{type(module).__name__} shards itself (fully_shard, device_mesh), and hetero_{self.engine} needs the"

@@ -2,30 +2,29 @@
 
     the user's loader -> what is it, do the ranks agree? -> its order [orders] -> a copy, which the Trainer reads
     of engines that divide batches: a pass begins -> bind -> split, once per batch -> parts handed out -> open
+
+A fit on one device: stock DDP's, except for a global batch that was set or that a checkpoint brings.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import SharedSettings
-from lightning_hetero.base.orders import OrderFinder
-from lightning_hetero.base.own_data import own_data_in
+from lightning_hetero.base.orders import OrderFinder, own_data_in
 from lightning_hetero.data.batches import GlobalBatchSampler, HandedParts, Part
 from lightning_hetero.data.copies import fed_copy, users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, rebatched_loader
 from lightning_hetero.data.order import Channel, EpochOrder
 from lightning_hetero.data.stream import RebatchedStream, StreamMode
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -75,9 +74,7 @@ class LoaderBinder(ABC, Generic[Bound]):
             trainer, channel, strategy_name=strategy_name, global_batch_size=shared.global_batch_size,
             batch_sampler=shared.batch_sampler, stream=stream,
         )  # fmt: skip
-        self._trainer = trainer
-        self._channel = channel
-        self._strategy_name = strategy_name
+        self._trainer, self._channel, self._strategy_name = trainer, channel, strategy_name
         self._own_data, self._compared = shared.own_data, False
         self._counted = shared.weight_in(trainer.lightning_module) is not None
         self._bound: list[Bound] = []
@@ -156,8 +153,7 @@ class LoaderBinder(ABC, Generic[Bound]):
         """Returns what a resumed run needs, as plain types."""
         primary = self.primary
         return {
-            "world_size": self._channel.world_size,
-            "global_batch_size": self.global_batch_size,
+            "world_size": self._channel.world_size, "global_batch_size": self.global_batch_size,
             "batch_size": None if primary is None else primary.spec.batch_size,
             "orders": [bound.order.state_dict() if bound.order is not None else {} for bound in self._bound],
             "applied": self.orders.applied(self._bound[0].order if self._bound else None),
@@ -227,7 +223,8 @@ class PartBinder(LoaderBinder[Bound]):
     def _begin(self) -> tuple[int, int]:
         """A pass over a copy begins: returns the epoch, and the number of the next batch in it."""
         if self._stale:
-            self._bound = self._in_use()
+            current = compat.train_loaders(self._trainer)  # others were replaced by reloading; all, before it has any
+            self._bound = [bound for bound in self._bound if any(bound.loader is c for c in current)] or self._bound
             self.bind()
             self._stale = False
         return compat.epoch_running(self._trainer), compat.upcoming_batch(self._trainer)
@@ -241,7 +238,114 @@ class PartBinder(LoaderBinder[Bound]):
         """Returns how many samples of what this rank reads the first batches of the epoch have used."""
         return batches * bound.full
 
-    def _in_use(self) -> list[Bound]:
-        """Returns those whose copy the Trainer reads; others were replaced by reloading. All, before it has any."""
-        current = compat.train_loaders(self._trainer)
-        return [bound for bound in self._bound if any(bound.loader is c for c in current)] or list(self._bound)
+
+class OneDeviceFit:
+    """What a fit on one device has of an engine: nothing, as long as stock DDP's batches will do.
+
+    They do not if the user asked for a ``global_batch_size``, or if a checkpoint of several devices is resumed: it
+    goes on with the batches it has stopped in, in the same order.
+
+    Args:
+        trainer: the running trainer.
+        shared: the strategy's arguments on batches.
+        strategy_name: class of the strategy, for messages.
+    """
+
+    def __init__(self, trainer: Trainer, shared: SharedSettings, strategy_name: str) -> None:
+        self._trainer, self._shared, self._strategy_name = trainer, shared, strategy_name
+        self._binder: _WholeBatches | None = None
+        self._batch_size: int | None = None
+        self._undo: Callable[[], None] = lambda: None
+        if shared.global_batch_size is not None:
+            self._rebatch()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes a checkpoint's state, of any engine, before the loaders are set up; empty: stock DDP's."""
+        if state.get("world_size", 1) != 1 or (state.get("applied") or {}).get("tick"):
+            self._rebatch()
+        if self._binder is not None:
+            self._binder.resume(state)
+
+    def process(self, loader: object) -> object:
+        """Returns the train loader itself, or its copy with other batches.
+
+        Raises:
+            TypeError, ValueError: a ``global_batch_size`` was asked for, and the loader's batches cannot be changed.
+        """
+        if isinstance(size := getattr(loader, "batch_size", None), int):
+            self._batch_size = max(size, self._batch_size or 0)
+        if self._binder is None:
+            return loader
+        try:
+            return self._binder.process(loader)
+        except TypeError:
+            if self._shared.global_batch_size is not None:
+                raise
+            return loader
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per batch; None before they are known, or if the loader does not say."""
+        known = None if self._binder is None else self._binder.global_batch_size
+        return self._batch_size if known is None else known
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a run on several devices needs to keep the global batch; empty if nobody knows it."""
+        if self._binder is not None and self._binder.primary is not None:
+            return self._binder.state_dict()
+        size = self._batch_size
+        return {} if size is None else {"world_size": 1, "global_batch_size": size, "batch_size": size}
+
+    def close(self) -> None:
+        """Ends the fit."""
+        self._undo()
+
+    def _rebatch(self) -> None:
+        if self._binder is None:
+            self._binder = _WholeBatches(self._trainer, self._shared, self._strategy_name)
+            self._undo = compat.keep_train_sampler(self._trainer)
+
+
+class _Alone:
+    """A `Channel` of one rank."""
+
+    rank, world_size = 0, 1
+
+    def all_gather_object(self, value: object) -> list:
+        return [value]
+
+    def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
+        return lambda: [list(row)]
+
+    def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
+        return list(indices or ())
+
+    def sum_async(self, value: float) -> Callable[[], float]:
+        return lambda: value
+
+
+class _WholeBatches(PartBinder[BoundLoader]):
+    """Copies whose batches are whole global batches; no note is needed of which part each of them is."""
+
+    def __init__(self, trainer: Trainer, shared: SharedSettings, strategy_name: str) -> None:
+        super().__init__(trainer, _Alone(), strategy_name=strategy_name, shared=shared, stream="shared")
+
+    def process(self, loader: object) -> DataLoader:
+        loader, spec, _ = self._inspect(loader)
+        if spec.kind == "stream":
+            full = self.orders.batch_of_all(spec)
+            bound = BoundLoader(spec=spec, full=full, order=None, handed=HandedParts(maxlen=0))
+            return self._read_stream(bound, loader, "shared")
+        order = self.orders.order(loader, spec, len(self._bound))
+        if not self._bound:
+            order = self.orders.continued(order)
+        self.orders.check_position(order.global_batch_size)
+        full = order.global_batch_size
+        bound = BoundLoader(spec=spec, full=full, order=order, handed=HandedParts(maxlen=0))
+        return self._read_parts(bound, loader)
+
+    def bind(self) -> None:
+        """Nothing depends on which loaders are in use."""
+
+    def split(self, bound: BoundLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
+        return (total,)

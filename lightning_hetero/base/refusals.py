@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,19 +18,12 @@ from torch.optim import Optimizer
 
 from lightning_hetero.lightning_compat import trainer_callbacks
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
 # Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
 _ZERO = {("torch", "ZeroRedundancyOptimizer"), ("lightning_hetero", "UnevenZeroOptimizer")}
 _CHANGE_WHAT_IS_TRAINED = {
-    "delay_all_reduce_named_params",
-    "device_mesh",
-    "mixed_precision",
-    "param_to_hook_all_reduce",
-    "process_group",
-}
+    "delay_all_reduce_named_params", "device_mesh", "mixed_precision", "param_to_hook_all_reduce", "process_group",
+}  # fmt: skip
 _ON_WHOLE_PARAMETERS = {"ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}  # the last since Lightning 2.6
 
 

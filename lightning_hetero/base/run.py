@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -35,17 +36,12 @@ from lightning_hetero.transport.run_store import RunStore, StoreAddress
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Event
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 _MOST_EVENTS = 4096  # kept for a trace that nobody may write
 
 
 def gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """Returns a new gloo group of the default group's members; a collective."""
-    group = make_group(None, timeout, "gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return make_group(None, timeout, "gloo")
 
 
 def own_memory(module: nn.Module) -> None:
@@ -143,11 +139,8 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         if settings is None:
             self.store = RunStore.join(store, patience)
         else:
-            common = {
-                "lightning_hetero": __version__,
-                "torch": torch.__version__,
-                "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
-            }
+            common = {"lightning_hetero": __version__, "torch": torch.__version__}
+            common["accumulate_grad_batches"] = str(trainer.accumulate_grad_batches)
             own = {**common, **settings}, strategy.node_rank
             everyone, nodes = zip(*self.channel.all_gather_object(own), strict=True)
             apart = strategy.num_nodes > 1 or len({*nodes}) > 1
@@ -260,7 +253,6 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
 
     def ends_others(self, error: BaseException) -> bool:
         """Whether the others cannot go on without this rank, which has failed."""
-        del error
         return True
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.callbacks.observers import never_raises
+from lightning_hetero.callbacks.reporting import never_raises
 from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.types import StepReport
 

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,19 +20,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_hetero.base import checks
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, SharedSettings
-from lightning_hetero.base.checks import (
-    check_arguments,
-    check_flags,
-    name_changed_rows,
-    name_lost_peer,
-    naming_damage,
-    naming_full_disk,
-)
+from lightning_hetero.base.checks import warn_of_emulation
+from lightning_hetero.base.loaders import OneDeviceFit
 from lightning_hetero.base.metrics import gather_unequal, integer_mean_, is_mean
 from lightning_hetero.base.nodes import UnevenNodesStrategy
-from lightning_hetero.base.one_device import OneDeviceFit
-from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, sum_up
@@ -39,9 +33,6 @@ from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat import trainer_callbacks
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 Run = TypeVar("Run", bound=EngineRun[Any])
 
@@ -96,19 +87,17 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             global_batch_size=global_batch_size, batch_sampler=batch_sampler, loss_reduction=loss_reduction,
             batch_weight=batch_weight, own_data=own_data,
         )  # fmt: skip
-        check_flags(monitor=monitor)
+        checks.check_flags(monitor=monitor)
         if stock.pop("controller", None) is not None:  # Hydra's group is above every engine's
             other = "HeteroPipelineStrategy(controller=...)"
             raise TypeError(f"{type(self).__name__} has no controller: drop it, or use {other}")
-        check_arguments(stock, type(self), *self.stock)
+        checks.check_arguments(stock, type(self), *self.stock)
         timeout = stock.setdefault("timeout", timedelta(seconds=1800))
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
         super().__init__(**stock)
         self.accelerator = accelerator  # pyright: ignore[reportAttributeAccessIssue]
-        self.timeout = timeout
-        self.given = stock
-        self._monitor = monitor
+        self.timeout, self.given, self._monitor = timeout, stock, monitor
         self._run: Run | None = None
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
@@ -202,12 +191,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         super().on_exception(exception)
         run, failures = self._run, self.failures
         if run is not None and run.sizes_differ(exception):
-            name_changed_rows(exception, type(self).__name__)
+            checks.name_changed_rows(exception, type(self).__name__)
         if run is not None:
             run.fail(exception)
         elif failures is not None:  # the run was about to begin
             failures.report(exception)
-        name_lost_peer(exception, self.global_rank, failures)
+        checks.name_lost_peer(exception, self.global_rank, failures)
 
     def teardown(self) -> None:
         self.keep()
@@ -228,9 +217,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         """Keeps what is asked for after a fit, e.g. in a notebook; nothing after an evaluation."""
         if self._one_device is not None or (self._run is not None and self._run.fitting):
             size, effective = self.global_batch_size, self.effective_batch_size
-            self._kept = replace(
-                self._kept, global_batch_size=size, effective_batch_size=effective, shares=self.shares
-            )
+            self._kept = replace(self._kept, global_batch_size=size, effective_batch_size=effective, shares=self.shares)
 
     def check_module(self, module: LightningModule) -> None:
         """Refuses a module that the engine cannot train on several devices.
@@ -283,7 +270,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        with naming_full_disk(filepath):
+        with checks.naming_full_disk(filepath):
             super().save_checkpoint(self.with_state(checkpoint), filepath, storage_options)
 
     def with_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -296,7 +283,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return {**checkpoint, CHECKPOINT_KEY: {"format": 1, "engine": self.engine, **state}} if state else checkpoint
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with naming_damage(checkpoint_path):
+        with checks.naming_damage(checkpoint_path):
             checkpoint = self.read_checkpoint(checkpoint_path, *args, **kwargs)
         self.take_state(checkpoint)
         return checkpoint
@@ -332,9 +319,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         size, trainer = self.global_batch_size, self._attached_trainer()
         if self._run is None and self._one_device is None and self._kept.effective_batch_size is not None:
             return self._kept.effective_batch_size
-        if size is None or trainer is None:
-            return None
-        return size * trainer.accumulate_grad_batches
+        return None if size is None or trainer is None else size * trainer.accumulate_grad_batches
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -9,8 +9,7 @@
 What they ask of a strategy is declared in ``reporting``.
 """
 
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
-from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
+from lightning_hetero.callbacks.balancing import BatchRebalancer, HeteroBatchSizeFinder
 from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace

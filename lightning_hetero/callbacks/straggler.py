@@ -17,11 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.callbacks.observers import never_raises, watch_again
-from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
-from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
-from lightning_hetero.cluster.score import imbalance, last_lines, shares_text, straggler_scores
-from lightning_hetero.cluster.stragglers import StragglerTest
+from lightning_hetero.callbacks import reporting
+from lightning_hetero.cluster.score import StragglerTest, imbalance, last_lines, shares_text, straggler_scores
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.record.ledger import Spent, Tally, idle_in, spent_together, total_of, waited_in
@@ -32,7 +29,7 @@ _OFTEN = 50  # steps between two looks for stragglers under stock DDP, where not
 _SELDOM = 5  # and at least so many where all is logged: to send something costs as much as some hooks
 
 
-class StragglerMonitor(Callback, EventSource):
+class StragglerMonitor(Callback, reporting.EventSource):
     """Gives ``hetero/*`` to the Trainer's loggers; progress bars show shares and waiting, ``shares=21/11, wait=3%``.
 
     Per rank: ``share`` [samples], ``compute_s`` (own work), ``wait_s`` (in the gradient exchange), ``predicted_s``,
@@ -42,7 +39,7 @@ class StragglerMonitor(Callback, EventSource):
     where waiting cannot be separated from the rest, ``hetero/idle`` the part that is not own work.
 
     A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
-    seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
+    seconds per item of work, see `lightning_hetero.cluster.score`, so that a long batch is no slow device.
 
     As with Lightning's `DeviceStatsMonitor` only rank 0 reports, and straight to ``trainer.loggers``: nothing comes
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.
@@ -64,10 +61,10 @@ class StragglerMonitor(Callback, EventSource):
         TypeError: ``batch_cost`` is no function.
     """
 
-    def __init__(self, *, most_ranks: int = 16, batch_cost: BatchCost | None = None) -> None:
-        check_batch_cost(batch_cost)
+    def __init__(self, *, most_ranks: int = 16, batch_cost: reporting.BatchCost | None = None) -> None:
+        reporting.check_batch_cost(batch_cost)
         self.most_ranks, self.batch_cost = most_ranks, batch_cost
-        self._strategy: Reporting | None = None  # of the running fit, where this rank reports it
+        self._strategy: reporting.Reporting | None = None  # of the running fit, where this rank reports it
         self._due = False  # in this batch, or in the next that this rank trains on
         self._own: _OwnTiming | None = None
         self._test = StragglerTest(0)
@@ -76,8 +73,8 @@ class StragglerMonitor(Callback, EventSource):
         self._told: tuple[int, range, list[Tensor], Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy, self._due = reporting_of(trainer), False
-        watch_again(self)
+        strategy, self._due = reporting.reporting_of(trainer), False
+        reporting.watch_again(self)
         self._own = _OwnTiming(trainer, pl_module, self.batch_cost) if strategy is None else None
         parts = trainer.world_size // (1 if strategy is None else strategy.ranks_per_part)
         self._test, self._named, self._told = StragglerTest(parts), set(), None
@@ -95,19 +92,19 @@ class StragglerMonitor(Callback, EventSource):
             work = self._own.work_of(batch)
         self._begin_batch(trainer, batch, work)
 
-    @never_raises
+    @reporting.never_raises
     def _begin_batch(self, trainer: Trainer, batch: Any, work: float | None) -> None:
         if self._own is not None:
-            self._own.open(count_samples(trainer, batch), work)
+            self._own.open(reporting.count_samples(trainer, batch), work)
         elif self._strategy is not None and self._is_due(trainer):
             self._strategy.ask_report()
 
-    @never_raises
+    @reporting.never_raises
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._own is not None and loss.requires_grad:
             when_backward_ends(loss, self._own.probe.backward_ended)
 
-    @never_raises
+    @reporting.never_raises
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.exchanged()
@@ -123,7 +120,7 @@ class StragglerMonitor(Callback, EventSource):
             if (batch_idx + 1) % max(every, _SELDOM) == 0:
                 self._compare_own(trainer, self._own)
 
-    @never_raises
+    @reporting.never_raises
     def _end_batch(self, trainer: Trainer, batch: Any) -> None:
         if self._own is not None:
             self._own.close()
@@ -155,7 +152,7 @@ class StragglerMonitor(Callback, EventSource):
         if trainer.is_global_zero and self._own is not None:
             self._compare_gathered(trainer, self._own, epoch, steps, everyone)
 
-    @never_raises
+    @reporting.never_raises
     def _compare_gathered(
         self, trainer: Trainer, own: _OwnTiming, epoch: int, steps: range, everyone: list[Tensor]
     ) -> None:
@@ -199,7 +196,7 @@ class StragglerMonitor(Callback, EventSource):
             if trainer.is_global_zero:
                 self._show_epoch(trainer, self._own)
 
-    @never_raises
+    @reporting.never_raises
     def _show_epoch(self, trainer: Trainer, own: _OwnTiming) -> None:
         if means := own.take_means():
             waited, own.spent = waited_in([{0: own.spent}]), Spent()
@@ -207,7 +204,7 @@ class StragglerMonitor(Callback, EventSource):
             # Lightning's own step of the epoch's values: the last batch's.
             self._show(trainer, self._values(means, [], {"waiting": waited}), step=compat.logging_step(trainer) - 1)
 
-    @never_raises
+    @reporting.never_raises
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
@@ -226,7 +223,7 @@ class StragglerMonitor(Callback, EventSource):
         events = self._own.events if self._own is not None else deque[Event]()
         return [events.popleft() for _ in range(len(events))]
 
-    def _report(self, trainer: Trainer, strategy: Reporting) -> bool:
+    def _report(self, trainer: Trainer, strategy: reporting.Reporting) -> bool:
         """Reports what is known; returns whether anything is."""
         values: dict[str, float] = {}
         if (report := strategy.step_report()) is not None:
@@ -247,13 +244,10 @@ class StragglerMonitor(Callback, EventSource):
         self, records: Sequence[SpeedSample], predicted_s: Sequence[float], parts: dict[str, float]
     ) -> dict[str, float]:
         columns = {
-            "share": [float(r.samples) for r in records],
-            "compute_s": [r.compute_s for r in records],
-            "wait_s": [r.wait_s for r in records],
-            "predicted_s": list(predicted_s),
-            "score": straggler_scores(records),
-            "straggler": self._test.slowdowns(),
-        }
+            "share": [float(r.samples) for r in records], "compute_s": [r.compute_s for r in records],
+            "wait_s": [r.wait_s for r in records], "predicted_s": list(predicted_s),
+            "score": straggler_scores(records), "straggler": self._test.slowdowns(),
+        }  # fmt: skip
         values: dict[str, float] = {}
         for name, column in columns.items():
             if known := [v for v in column if not math.isnan(v)]:
@@ -290,13 +284,13 @@ class _OwnTiming:
         events: of this rank, not taken yet.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: BatchCost | None) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: reporting.BatchCost | None) -> None:
         device = device_of(trainer.strategy.root_device)
         self.probe = StepProbe(device, waiting=(nn.SyncBatchNorm,))
         self.late, self.sees_waiting = int(device.asynchronous), not device.asynchronous
         self.probe.attach(module)
         self._rank = trainer.global_rank
-        self._cost = cost_in(module, batch_cost)
+        self._cost = reporting.cost_in(module, batch_cost)
         self._weight = getattr(module, "batch_weight", None)
         self._sizes: deque[tuple[int, int, int, float]] = deque()
         self.epoch, self.begun, self.until = 0, 0, -2  # steps not told of yet, up to the one that runs
@@ -315,7 +309,7 @@ class _OwnTiming:
     def work_of(self, batch: Any) -> float | None:
         """Returns a batch's work as the user counts it; None: samples."""
         if self._cost is not None:
-            return count_work(self._cost, batch, self._rank)
+            return reporting.count_work(self._cost, batch, self._rank)
         return None if self._weight is None else float(self._weight(batch))
 
     def open(self, samples: int, work: float | None) -> None:

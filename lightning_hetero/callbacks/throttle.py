@@ -13,8 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_hetero.callbacks.reporting import reporting_of
-from lightning_hetero.callbacks.work import count_samples
+from lightning_hetero.callbacks.reporting import count_samples, reporting_of
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 from lightning_hetero.lightning_compat.patches import patched
@@ -133,9 +132,7 @@ class ThrottleCallback(Callback):
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._throttle.begin(self._scenario_step(step), samples)
 
-    def on_extra_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Called by a strategy that trains a further batch within the same step of the loop."""
-        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+    on_extra_batch_start = on_train_batch_start  # a strategy's, for a further batch within the same step of the loop
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         throttle = self._throttle

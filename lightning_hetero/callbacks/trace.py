@@ -16,9 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
-from lightning_hetero.callbacks.observers import never_raises, watch_again
-from lightning_hetero.callbacks.reporting import EventSource, event_source, reporting_of
-from lightning_hetero.callbacks.work import count_samples
+from lightning_hetero.callbacks import reporting
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 
@@ -54,10 +52,9 @@ class HeteroTrace(Callback):
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = None if dirpath is None else _local(dirpath)
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
-        self._source: EventSource | None = None  # the same to the end, when the strategy measures no more
+        self._source: reporting.EventSource | None = None  # the same to the end, when the strategy measures no more
         self._rank, self._run, self._resumed = 0, "", False
-        self._opened_s = 0.0
-        self._batch_began_s = 0.0
+        self._opened_s = self._batch_began_s = 0.0
         self._noted: dict[str, float] = {}  # metrics, as written last
         self._at: tuple[int, int] | None = None  # epoch and batch that ended last
 
@@ -66,19 +63,19 @@ class HeteroTrace(Callback):
         if dirpath is None:
             # log_dir broadcasts rank 0's, so every rank must ask.
             dirpath = os.path.join(_local(trainer.log_dir or trainer.default_root_dir), "hetero")
-        watch_again(self)
+        reporting.watch_again(self)
         goes_on = self._run if self._resumed or trainer.global_step > 0 else ""
         self._run, self._resumed = trainer.strategy.broadcast(goes_on or secrets.token_hex(4)), False
         self._close()
-        self._source = event_source(trainer)
-        reporting, names = reporting_of(trainer), [f"{platform.node()} {trainer.strategy.root_device}"]
-        each = 1 if reporting is None else reporting.ranks_per_part
+        self._source = reporting.event_source(trainer)
+        measuring, names = reporting.reporting_of(trainer), [f"{platform.node()} {trainer.strategy.root_device}"]
+        each = 1 if measuring is None else measuring.ranks_per_part
         self._rank, other = divmod(trainer.global_rank, each)
         self._opened_s = time.perf_counter()
         self._noted, self._at = {}, None
         if other:
             return  # it does what the first rank of its part does
-        about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
+        about = {"strategy": type(trainer.strategy).__name__, **({} if measuring is None else measuring.about())}
         about["unix_s"], path, world = time.time(), trace_path(dirpath, self._rank), trainer.world_size // each
         if self._rank == 0:
             about |= origin() | {"trainer": {name: getattr(trainer, name, None) for name in _SETTINGS}}
@@ -95,7 +92,7 @@ class HeteroTrace(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch_began_s = time.perf_counter()
 
-    @never_raises
+    @reporting.never_raises
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -105,10 +102,10 @@ class HeteroTrace(Callback):
             self._note_metrics(trainer, "loss")
         if self._writer is None or self._drain() is not False:
             return
-        data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
+        data = {"samples": reporting.count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
         self._write("step", trainer.current_epoch, batch_idx, data)
 
-    @never_raises
+    @reporting.never_raises
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note_metrics(trainer)
 
@@ -141,7 +138,7 @@ class HeteroTrace(Callback):
                 self._noted |= new
                 self._write("metrics", *self._at, new)
 
-    @never_raises
+    @reporting.never_raises
     def _drain(self) -> bool:
         """Writes what is new; False if nothing here measures."""
         if self._writer is None or self._source is None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lightning_hetero.cli.command import command_parser
-from lightning_hetero.doctor.finding import findings_text, worst
-from lightning_hetero.doctor.training import examine
+from lightning_hetero.doctor.checks import examine
+from lightning_hetero.doctor.facts import findings_text, worst
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -185,8 +185,7 @@ def profile_module(
             model = measured(layers)
         whole = isinstance(layers, Undivided)
         return Profile(
-            model=model,
-            spans=() if whole else tuple(tied_spans(module, layers)),
+            model=model, spans=() if whole else tuple(tied_spans(module, layers)),
             batch_size=getattr(loader, "batch_size", None),
             undivided=layers.reason if isinstance(layers, Undivided) else "",
         )

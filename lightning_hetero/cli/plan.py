@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.checked import real
 from lightning_hetero.cli.command import CONF, start
-from lightning_hetero.cli.report import read_run
-from lightning_hetero.cli.summary import format_table
+from lightning_hetero.cli.report import format_table, read_run
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.cluster.units import bytes_text, describe_cluster
 from lightning_hetero.plan.estimate import EngineName, Estimate
@@ -80,9 +79,7 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
     notes += measured
     batch = given.get("global_batch")
     if batch is None and per_device is None:
-        raise ValueError(
-            "global_batch=null: no loader tells it; give the samples of one update, e.g. global_batch=256"
-        )
+        raise ValueError("global_batch=null: no loader tells it; give the samples of one update, e.g. global_batch=256")
     batch = batch if batch is not None else cast("int", per_device) * len(cluster.devices)
     return Setup(cluster=cluster, model=model, global_batch=batch, spans=spans), notes
 
@@ -95,14 +92,13 @@ def _cluster(given: Mapping[str, Any]) -> tuple[Cluster, list[str]]:
         from lightning_hetero.pipeline.fit.planning import read_cluster
 
         return cast("Cluster", read_cluster(spec)), [f"devices as described in {spec}"]
-    from lightning_hetero.base.precision import trained_dtype
+    from lightning_hetero.base.checks import trained_dtype
     from lightning_hetero.cli.ranks import probe_machine
 
     cluster, backend = probe_machine(
-        devices=given.get("devices"),
-        accelerator=str(given.get("accelerator", "auto")),
+        devices=given.get("devices"), accelerator=str(given.get("accelerator", "auto")),
         dtype=trained_dtype(given.get("precision", "32-true")),
-    )
+    )  # fmt: skip
     return cluster, [f"links measured here, by {backend}"]
 
 

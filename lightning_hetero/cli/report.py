@@ -1,10 +1,14 @@
-"""``lightning-hetero-report RUN_DIR [RUN_DIR ...]``: a recorded run, or several compared, as an HTML file (layer A)."""
+"""``lightning-hetero-report RUN_DIR [RUN_DIR ...]``: a recorded run, or several compared, as an HTML file (layer A).
+
+Results as rows and plain-text tables (pure functions); their figures are the ledger's, see `record.ledger`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +16,9 @@ from lightning_hetero.cli.command import command_parser
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import tell
 from lightning_hetero.record.run import run_of
+from lightning_hetero.report.figures import perfetto_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.perfetto import perfetto_of
 
 REPORT_FILE, COMPARISON_FILE, TRACE_FILE, RESULT_FILE = "report.html", "comparison.html", "perfetto.json", "result.json"
 T = TypeVar("T")
@@ -148,3 +152,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of one job, a line per rank: speed, share, and where the time of a step went.
+
+    Args:
+        ranks: `RankFigures`, as plain values.
+    """
+    header = ["rank", "samples/s", "samples", "share %", "work ms", "exchange ms", "waiting ms"]
+    times = [[1e3 * r[name] for name in ("compute_s", "exchange_s", "wait_s")] for r in ranks]
+    figures = [
+        (r["samples_per_s"], r["samples_per_step"], 100 * r["share"], *own) for r, own in zip(ranks, times, strict=True)
+    ]
+    rows = [[str(r["rank"]), *(_number(v, 1) for v in row)] for r, row in zip(ranks, figures, strict=True)]
+    return format_table(header, rows)
+
+
+def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of several jobs, a line per result, in the order given.
+
+    The speed-up is over the first result with a time. ``overrides`` appears if jobs differ in more than
+    strategy and scenario, and holds what is not common to all. ``shares %`` is each rank's part of the
+    global batch, rank 0 first; ``waiting %`` the part of all ranks' time in steps that is waiting.
+
+    Args:
+        results: what the jobs wrote into their ``result.json``.
+    """
+    names = list(dict.fromkeys(str(r["metric"]["name"]) for r in results if r.get("metric")))
+    varied = _varied_overrides(results)
+    told = ["overrides"] if any(varied) else []
+    header = ["job", "strategy", "scenario", *told, "fit s", "speed-up", "samples/s", *names, "shares %", "waiting %"]
+    first_s = next((r["fit_s"] for r in results if r.get("fit_s")), None)
+    rows: list[list[str]] = []
+    for index, result in enumerate(results):
+        ranks: list[Mapping[str, Any]] = result.get("ranks") or []
+        fit_s, metric = result.get("fit_s"), result.get("metric") or {}
+        waiting = result.get("waiting")
+        row = [str(result.get("job", index)), *(str(result.get(name) or "-") for name in ("strategy", "scenario"))]
+        row += [varied[index] or "-"] if told else []
+        speed_up = f"{first_s / fit_s:.2f}x" if first_s and fit_s else "-"
+        row += [_number(fit_s, 2), speed_up, _number(result.get("samples_per_s"), 1)]
+        row += [_number(metric.get("value") if metric.get("name") == name else None, 4) for name in names]
+        row.append("/".join(f"{100 * rank['share']:.0f}" for rank in ranks) or "-")
+        rows.append([*row, _number(None if waiting is None else 100 * waiting, 1)])
+    return format_table(header, rows)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns an aligned table: columns that hold text are left-aligned, numbers to the right."""
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    right = [all(_is_numeric(cell) for cell in column[1:]) for column in columns]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [header, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+def _varied_overrides(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    given = [[str(o) for o in result.get("overrides") or []] for result in results]
+    common = set(given[0]).intersection(*given) if given else set()
+    shown = ("strategy=", "emulation=")
+    return [" ".join(o for o in job if o not in common and not o.startswith(shown)) for job in given]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _is_numeric(cell: str) -> bool:
+    try:
+        return cell == "-" or math.isfinite(float(cell.rstrip("x")))
+    except ValueError:
+        return False

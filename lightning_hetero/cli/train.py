@@ -33,11 +33,9 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.checked import finite_or_none
+from lightning_hetero.cli import report
 from lightning_hetero.cli.command import CONF, start
-from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
-from lightning_hetero.cli.report import RESULT_FILE, read_if_there, read_result, write_report
-from lightning_hetero.cli.screen import JobScreen
-from lightning_hetero.cli.summary import comparison_table, rank_table
+from lightning_hetero.cli.jobs import JobScreen, end_children, isolated_job, job_number
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
 from lightning_hetero.record.files import write_file
@@ -91,8 +89,7 @@ class FitClock(Callback):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.clocked: dict[str, Any] = {}
-        self._started_s = 0.0
-        self._batches = 0
+        self._started_s, self._batches = 0.0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started_s = time.perf_counter()
@@ -117,12 +114,12 @@ class ComparisonTable(HydraCallback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         # A launcher that runs jobs elsewhere calls on_job_end there; then the sweep's directory tells.
-        found = self.directories or sorted(p.parent for p in Path(config.hydra.sweep.dir).rglob(RESULT_FILE))
-        results = [read_result(Path(directory) / RESULT_FILE) for directory in found]
+        found = self.directories or sorted(p.parent for p in Path(config.hydra.sweep.dir).rglob(report.RESULT_FILE))
+        results = [report.read_result(Path(directory) / report.RESULT_FILE) for directory in found]
         # Without a job the file is only the clock's: that job did not end well.
         results = sorted((r for r in results if "job" in r), key=lambda result: result["job"])
         if results:
-            say("\n" + comparison_table(results))
+            say("\n" + report.comparison_table(results))
 
 
 def run_job(cfg: DictConfig, screen: JobScreen) -> float | None:
@@ -169,7 +166,7 @@ def report_of(cfg: DictConfig, output_dir: Path) -> Path | str:
     """Writes the job's report into its folder; returns where, or in words why not: the training is over and
     is not lost."""
     try:
-        return write_report(output_dir, trace_dir=cfg.paths.events_dir)[0]
+        return report.write_report(output_dir, trace_dir=cfg.paths.events_dir)[0]
     except Exception as error:
         _LOG.warning("the report could not be written", exc_info=True)
         return f"none ({type(error).__name__}: {error})"
@@ -198,7 +195,7 @@ def make_trainer(cfg: DictConfig, output_dir: Path, *more: Callback) -> Trainer:
     strategy = build(cfg.strategy)
     check_groups(cfg, strategy)
     callbacks = [build(callback) for callback in (cfg.callbacks or {}).values() if callback is not None]
-    callbacks += [FitClock(output_dir / RESULT_FILE), *more]
+    callbacks += [FitClock(output_dir / report.RESULT_FILE), *more]
     scenario = build(cfg.emulation.scenario) if cfg.emulation else None
     if scenario is not None:
         callbacks.append(ThrottleCallback(scenario))
@@ -224,12 +221,12 @@ def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) 
         RuntimeError: training ended before it began, e.g. with ``max_epochs=0``.
     """
     hydra_cfg = HydraConfig.get()
-    clocked = clock.clocked or read_result(clock.path)
+    clocked = clock.clocked or report.read_result(clock.path)
     if not clocked:
         raise RuntimeError(
             "nothing was trained; check trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches"
         )
-    run = read_if_there(cfg.paths.events_dir, lambda folder: run_of(read_events(folder)))
+    run = report.read_if_there(cfg.paths.events_dir, lambda folder: run_of(read_events(folder)))
     ledger = ledger_of(run) if run is not None and run.steps else Tally(0).ledger(problem="not known: no trace")
     samples, wasted = (0, 0) if run is None else samples_in(run, clocked["batches"])
     note = "; ".join(filter(None, (ledger.problem, ledger.note, ledger.too_few)))
@@ -265,7 +262,7 @@ def job_report(result: dict[str, Any]) -> str:
         f"\n{result['strategy']} on {result['scenario']}: "
         f"{result['steps']} steps in {result['fit_s']:.2f} s, {metric['name']} {value}"
     )
-    parts = [headline, rank_table(result["ranks"]) if result["ranks"] else "", result["note"]]
+    parts = [headline, report.rank_table(result["ranks"]) if result["ranks"] else "", result["note"]]
     return "\n".join(filter(None, parts))
 
 

@@ -57,12 +57,8 @@ def settled(
         shares = policy.shares
         times_s = list(map(in_pieces_s, costs, shares, caps))
         policy.limit(limits, list(map(min, shares, caps)), times_s)  # shown to fit is what memory holds of a share
-        policy.observe(
-            [
-                SpeedSample(rank=rank, step=step, samples=n, compute_s=seconds)
-                for rank, (n, seconds) in enumerate(zip(shares, times_s, strict=True))
-            ]
-        )
+        taken = enumerate(zip(shares, times_s, strict=True))
+        policy.observe([SpeedSample(rank=r, step=step, samples=n, compute_s=s) for r, (n, s) in taken])
         if policy.shares != shares:
             since = step + 1
         elif step - since >= _SETTLED:

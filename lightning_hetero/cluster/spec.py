@@ -187,18 +187,6 @@ def _known_as(name: str) -> set[str]:
     return {name, own, own.rpartition(":")[0], node, node.rpartition(":")[0]} - {""}
 
 
-def ranks_named(cluster: Cluster, end: int | str, *, at: str = "device") -> list[int]:
-    """Returns the ranks that a name stands for: a rank, a device, or all whose names begin with it.
-
-    Raises:
-        ValueError: there are no such ranks.
-
-    >>> ranks_named(equal_cluster(3), "device"), ranks_named(equal_cluster(3), 2)
-    ([0, 1, 2], [2])
-    """
-    return _Table(cluster).ranks(at, end)
-
-
 def _read_matrix(at: str, value: Any, into: list[list[float]], read: Callable[[str, Any], float]) -> None:
     if value is None:
         return

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from lightning_hetero.controller.messages import LinkTime, Observation
 from lightning_hetero.predictors import Kalman
-from lightning_hetero.solvers.chain.layers import fixed_and_per_sample
+from lightning_hetero.solvers.chain.chain import fixed_and_per_sample
 from lightning_hetero.solvers.placement.pipes import Pipe
 from lightning_hetero.types import Cluster, Link, ModelCost
 

@@ -124,8 +124,7 @@ class Throttle:
                 f"the scenario's highest speed is {scenario.top_speed:g}, but real work can only be"
                 f" stretched: divide all speeds by {scenario.top_speed:g}, or give sample_s to emulate times"
             )
-        self.scenario = scenario
-        self.rank = rank
+        self.scenario, self.rank = scenario, rank
         self.pacer = Pacer(clock=clock, sleep=sleep)
         self._clock, self._sleep = clock, sleep
         self._step: int | None = None  # the step begun and not ended
@@ -190,7 +189,8 @@ class Throttle:
         self._forward_s = self._spent_s
         forwards_s, backwards_s = self._earlier_s
         backward_s = self._forward_s * (backwards_s / forwards_s if forwards_s > 0.0 else _BACKWARD_PER_FORWARD)
-        self._slept_s = self.pacer.sleep(self._wanted_s(self._forward_s + backward_s) - self._forward_s - backward_s)
+        work_s = self._forward_s + backward_s
+        self._slept_s = self.pacer.sleep(self._wanted_s(self._step, work_s) - work_s)
 
     def backward_began(self) -> None:
         """The backward pass has begun: what an engine does before it, e.g. to the loss, is no work of the device."""
@@ -210,7 +210,7 @@ class Throttle:
         if self._step is None:
             return
         self._stop(self._last_s if self._forward_s is not None or self._last_s is not None else self._clock())
-        wanted_s = self._wanted_s(self._spent_s)
+        wanted_s = self._wanted_s(self._step, self._spent_s)
         if self._forward_s is None:  # no backward pass, or one that nobody told of
             self._slept_s = self.pacer.sleep(wanted_s - self._spent_s)
         else:
@@ -225,11 +225,10 @@ class Throttle:
             self._spent_s += max(0.0, now_s - self._since_s)
         self._since_s = None
 
-    def _wanted_s(self, real_s: float) -> float:
-        assert self._step is not None
+    def _wanted_s(self, step: int, real_s: float) -> float:
         if self.scenario.emulated:
-            return self.scenario.work_s(self.rank, self._step, self._samples)
-        return real_s * self.scenario.stretch(self.rank, self._step)
+            return self.scenario.work_s(self.rank, step, self._samples)
+        return real_s * self.scenario.stretch(self.rank, step)
 
     def _run_faults(self, step: int) -> None:
         # A step that is smaller than the last one is a new run, e.g. another fit.
@@ -243,6 +242,4 @@ class Throttle:
             elif fault is not None and fault.kind == "stall":
                 self._sleep(fault.stall_s)
             elif fault is not None:
-                raise RuntimeError(
-                    f"scripted fault: the scenario raises an exception in rank {self.rank} at step {at}"
-                )
+                raise RuntimeError(f"scripted fault: the scenario raises an exception in rank {self.rank} at step {at}")

@@ -1,12 +1,10 @@
 """Every private name of Lightning and torchmetrics we need, in one place (layer L).
 
-``progress``       the loops' counters: where a fit stands, what counts as a batch or a step
-``loaders``        the loaders of a fit, and how Lightning would change them
+``loaders``        the loaders of a fit, how Lightning would change them, and the loops' counters: where a fit stands
 ``results``        values logged and metrics updated: what counts in them
-``logs``           ``self.log`` diverted and made again, metrics combined over some of the ranks
+``logs``           ``self.log`` diverted and made again, metrics combined over some of the ranks, throughput of all
 ``norms``          norms of gradients that torch and Lightning are asked for
-``batches``        what the loop does with one batch, and the callbacks it calls
-``empty_batches``  batches that are None, and which hooks hear of them
+``batches``        what the loop does with one batch, also with one that is None, and the callbacks it calls
 ``launchers``      launchers that let a run go on without a process that was killed; import them from there
 ``patches``        an attribute of an instance replaced for a while; the same
 
@@ -14,13 +12,8 @@ Each function says what it reads, why no public way exists, and which test pins 
 (`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6. Names without an underscore are read from here.
 """
 
-from __future__ import annotations
-
 from lightning_hetero.lightning_compat.batches import *
-from lightning_hetero.lightning_compat.empty_batches import *
 from lightning_hetero.lightning_compat.loaders import *
 from lightning_hetero.lightning_compat.logs import *
-from lightning_hetero.lightning_compat.norms import *
-from lightning_hetero.lightning_compat.progress import *
+from lightning_hetero.lightning_compat.patches import *
 from lightning_hetero.lightning_compat.results import *
-from lightning_hetero.lightning_compat.throughput import *

@@ -30,18 +30,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.transport.sockets import has_ended, open_pidfd, process_state
-
-if TYPE_CHECKING:
-    from lightning.fabric.plugins import ClusterEnvironment
-    from lightning.pytorch import Trainer
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -19,10 +21,6 @@ from lightning_hetero.lightning_compat.launchers import GRACE_S, LEFT_BEHIND, en
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import RemoteFailureError
 from lightning_hetero.transport.sockets import process_state
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import ParallelStrategy
 
 _ANSWER_S = 10.0  # for rank 0 to say whether a death is tolerated
 

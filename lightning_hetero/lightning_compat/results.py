@@ -7,18 +7,18 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torchmetrics import Metric
 from tqdm.auto import tqdm
 
 from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torchmetrics import Metric
 
 def log_interval(trainer: Trainer) -> int:
     """``log_every_n_steps``; public, set by a connector."""
@@ -107,8 +107,7 @@ def weigh_logs(
 @contextmanager
 def as_batch(trainer: Trainer, batch: Any, samples: int | None = None) -> Iterator[None]:
     """Inside, values logged belong to ``batch``, of so many samples: another one within the same step of the loop."""
-    results = trainer._results
-    assert results is not None
+    results: Any = trainer._results
     with patched(results, "batch", batch), patched(results, "batch_size", samples):
         yield
 
@@ -119,19 +118,11 @@ def unlogged(module: LightningModule) -> Iterator[None]:
 
     What is written to a logger directly is lost as well; Lightning's stand-in for loggers is not exported.
     """
-    from lightning.pytorch.loggers.logger import DummyLogger
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
     trainer = module.trainer
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with patched(module, "log", nothing):
-            yield
-    finally:
-        trainer.loggers = loggers
+    with patched(module, "log", lambda *_, **__: None), ExitStack() as stack:
+        stack.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        yield
 
 
 @contextmanager
@@ -147,7 +138,6 @@ def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
         return
 
     def update(key: str, value: Any, batch_size: int) -> None:
-        del batch_size
         if isinstance(value, Tensor):
             value = _neutral(results[key].meta, value)
         type(results).update_metrics(results, key, value, 0)
@@ -170,11 +160,9 @@ def _neutral(meta: Any, value: Tensor) -> Tensor:
 @contextmanager
 def metrics_frozen(module: nn.Module) -> Iterator[None]:
     """Undoes every torchmetrics update made inside: a dummy batch must not count."""
-    put_back = save_metrics(module)
-    try:
+    with ExitStack() as stack:
+        stack.callback(save_metrics(module))
         yield
-    finally:
-        put_back()
 
 
 def save_metrics(module: nn.Module) -> Callable[[], None]:
@@ -184,7 +172,8 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
     again: ranks whose updates stay have no cached value, and gather.
     """
     saved = [
-        (m, {k: _copied(v) for k, v in m.metric_state.items()}, m._update_count, m._computed)
+        (m, {k: list(v) if isinstance(v, list) else v.clone() for k, v in m.metric_state.items()}, m._update_count,
+         m._computed)
         for m in metrics_of(module)
     ]
 
@@ -200,8 +189,6 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
 
 def metrics_of(module: nn.Module) -> list[Metric]:
     """Returns the module's torchmetrics."""
-    from torchmetrics import Metric
-
     return [metric for metric in module.modules() if isinstance(metric, Metric)]
 
 
@@ -248,7 +235,3 @@ def save_logs(trainer: Trainer) -> Callable[[], None]:
         (results.batch, results.batch_size), connector._current_fx = batch, fx
 
     return put_back
-
-
-def _copied(state: Tensor | list[Any]) -> Tensor | list[Any]:
-    return list(state) if isinstance(state, list) else state.clone()

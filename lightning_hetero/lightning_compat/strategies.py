@@ -1,18 +1,62 @@
 """What is private of Lightning's strategies for several devices (layer L).
 
 Abstract, so that command lines do not offer them as strategies.
+
+Lightning's distributed checkpoints: folders in which each rank has written its shards.
+
+Private: ``_METADATA_FILENAME``, the file that Lightning writes last, and what torch reads a whole folder with. Both are
+pinned by `tests/ranks/sharded/test_folders.py`.
 """
 
 from __future__ import annotations
 
+import shutil
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_hetero.lightning_compat.launchers import ScriptLauncher
 from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher
+
+
+def written_last(folder: Any) -> Path:
+    """Returns the file that makes a folder a checkpoint."""
+    return Path(folder) / _METADATA_FILENAME
+
+
+def remove(*paths: Path) -> None:
+    """Removes folders, files and links, where there are any."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_folder(folder: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    """Returns the checkpoint that a file would hold, in the memory of this process. Not a collective."""
+    checkpoint: dict[str, Any] = {}
+    reader = FileSystemReader(folder)
+    _load_state_dict(checkpoint, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    states = []
+    while (name := f"optimizer_{len(states)}") in checkpoint:
+        states.append({"state": {}, **checkpoint.pop(name)})
+    rest = torch.load(written_last(folder), map_location="cpu", weights_only=weights_only)
+    return {**rest, **checkpoint, **({"optimizer_states": states} if states else {})}
+
+
+if TYPE_CHECKING:  # what it needs of `DDPStrategy` is in `ModelParallelStrategy`, too
+    from lightning.pytorch.strategies import DDPStrategy as _Stock
+else:
+    _Stock = ParallelStrategy
 
 
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
@@ -61,29 +105,12 @@ def hand_over(trainer: Trainer, old: LaunchedStrategy, new: LaunchedStrategy) ->
     trainer._accelerator_connector.strategy = new
 
 
-class LaunchedStrategy(ParallelStrategy):
+class LaunchedStrategy(_Stock):
     """Stands before one of Lightning's, with launchers that ask it about the Trainer's settings and a rank's death.
 
     Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
     ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses.
     """
-
-    if TYPE_CHECKING:  # of `DDPStrategy` and `ModelParallelStrategy` alike
-        _process_group_backend: str | None
-
-        @property
-        def num_nodes(self) -> int: ...
-
-        @num_nodes.setter
-        def num_nodes(self, num_nodes: int) -> None: ...
-
-        @property
-        def num_processes(self) -> int: ...
-
-        @property
-        def process_group_backend(self) -> str | None: ...
-
-        def set_world_ranks(self) -> None: ...
 
     @abstractmethod
     def check_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -112,7 +139,7 @@ class LaunchedStrategy(ParallelStrategy):
         # An operation of NCCL waits on the device for a rank that has died, until its timeout ends the process.
         if self._process_group_backend is None and self.can_lose_ranks():
             return "gloo"
-        return super()._get_process_group_backend()  # pyright: ignore[reportAttributeAccessIssue]
+        return super()._get_process_group_backend()
 
     def choose_backend(self) -> str:
         """Settles and returns `process_group_backend`, for a rank that makes its own process group."""

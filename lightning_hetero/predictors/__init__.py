@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from lightning_hetero.predictors.base import Predictor
-from lightning_hetero.predictors.ewma import Ewma, LastValue
-from lightning_hetero.predictors.kalman import Kalman
-from lightning_hetero.predictors.narx import Narx
+from lightning_hetero.predictors.base import Ewma, LastValue, Predictor
+from lightning_hetero.predictors.kalman import Kalman, Narx
 
 __all__ = ["Ewma", "Kalman", "LastValue", "Narx", "Predictor", "PredictorName", "by_name"]
 

@@ -9,8 +9,7 @@ from typing import Literal
 
 from lightning_hetero.record.ledger import RunLedger
 from lightning_hetero.record.run import RecordedRun
-from lightning_hetero.report.scores import HOT, Scores
-from lightning_hetero.report.what_if import Alternatives
+from lightning_hetero.report.figures import HOT, Alternatives, Scores
 
 _LITTLE = 0.03  # of the ranks' time
 _MUCH_EXCHANGE = 0.2

@@ -7,10 +7,7 @@
 An impossible problem is an `Allocation` with status INFEASIBLE and a reason. Numbers are checked where they are given.
 """
 
-from __future__ import annotations
-
 from lightning_hetero.solvers.apportion import apportion
-from lightning_hetero.solvers.minimax import minimax
-from lightning_hetero.solvers.none_or_least import minimax_none_or_least
+from lightning_hetero.solvers.minimax import minimax, minimax_none_or_least
 
 __all__ = ["apportion", "minimax", "minimax_none_or_least"]

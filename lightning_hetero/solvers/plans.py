@@ -82,10 +82,9 @@ def plan_from_plain(plain: Mapping[str, Any] | PipelinePlan) -> PipelinePlan:
     times = {name: float(given[name]) for name in _PLAN[1:] if given.get(name) is not None}
     return PipelinePlan(
         groups=tuple(_group(f"plan.groups[{i}]", group) for i, group in enumerate(groups)),
-        total_s=times.get("total_s", math.nan),
-        sync_s=times.get("sync_s", 0.0),
+        total_s=times.get("total_s", math.nan), sync_s=times.get("sync_s", 0.0),
         lower_bound_s=times.get("lower_bound_s", 0.0),
-    )
+    )  # fmt: skip
 
 
 def _group(at: str, plain: Any) -> GroupPlan:

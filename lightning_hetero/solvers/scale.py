@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_hetero.solvers.apportion import apportion
-from lightning_hetero.solvers.none_or_least import minimax_none_or_least, obeys_least
+from lightning_hetero.solvers.minimax import minimax_none_or_least, obeys_least
 from lightning_hetero.types import AffineCost
 
 

@@ -4,9 +4,9 @@
 ``one_round``      ... in one round, where little is to be sent
 ``objects``        objects between ranks: the only place where what came over a process group is unpickled
 ``groups``         the default process group again, among those that are left, or with who has come
-``store``          a store hosted by this process
+``run_store``      a store hosted by one process of the run, and lines to it
 ``roll_call``      ranks meet in a store, and a silent one is left out
-``aside``          calls that may never end
+``awake``          the clock of waits, and calls that may never end
 ``whole_files``    files that appear when they are complete
 ``alone``          a step of one rank, which must not wait for the others
 
@@ -17,7 +17,6 @@ Worker and server of parameters:
 ``listener``       the server's end, one socket per worker
 ``peer``           ... a connection there, and the threads that move large bodies
 ``link``           a worker's ends: on the server's node, elsewhere
-``memory``         ... the memory they share on one node
-``seqlock``        areas with one writer and no lock: a slot of gradients, published parameters
+``seqlock``        areas with one writer and no lock, a slot of gradients and published parameters; their shared memory
 ``sockets``        framing of messages, and the handshake
 """

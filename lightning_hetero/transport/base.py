@@ -87,9 +87,7 @@ class _Message:
         try:
             head = self._FORM.pack(*[getattr(self, n) for n in _fields(type(self))], len(self.numbers), len(body))
         except struct.error as error:
-            raise ValueError(
-                f"{error} (integers have 32 or 64 bits, substep and micro 16) in {self!r:.500}"
-            ) from error
+            raise ValueError(f"{error} (integers have 32 or 64 bits, substep and micro 16) in {self!r:.500}") from error
         return head + body
 
     @classmethod

@@ -18,8 +18,7 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from lightning_hetero.transport.aside import Aside
-from lightning_hetero.transport.awake import awake_s, stopped_s
+from lightning_hetero.transport.awake import Aside, awake_s, stopped_s
 from lightning_hetero.transport.run_store import RunStore, SignedStore, SilentError
 from lightning_hetero.transport.sockets import FOREVER, first_line
 

@@ -17,8 +17,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence, Sized
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -131,15 +131,25 @@ def rebuild_default_group(
     leave_default_group()
     own = dist.PrefixStore(f"generation/{generation}", store)
     # Late or dead members are found out here, with names: the rendezvous itself could only run into its timeout.
-    with _here(own, rank):
+    own.set(f"here/{rank}", "1")
+    try:
         _meet(own, generation, members, rank, meeting_s, living)
+    except RuntimeError:
+        with suppress(RuntimeError, NotImplementedError):
+            own.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
+        raise
     hook = sys.excepthook
     try:
         dist.init_process_group(
             backend, store=own, rank=list(members).index(rank), world_size=len(members), timeout=timeout
         )
     except RuntimeError:
-        _forget_names()
+        # torch numbers groups, also one that could not be made: then members of the next ones would name them
+        # differently, and wait for each other until the timeout. The numbers begin again where a default group is
+        # destroyed.
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
         raise
     finally:
         # torch wraps the hook once per group, to say "[rank1]: " before each line of a traceback.
@@ -148,14 +158,6 @@ def rebuild_default_group(
     group = dist.group.WORLD
     assert group is not None
     _built = weakref.ref(group), tuple(members)
-
-
-def _forget_names() -> None:
-    """torch numbers groups, also one that could not be made: then members of the next ones would name them differently,
-    and wait for each other until the timeout. The numbers begin again where a default group is destroyed."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
 
 
 def group_members() -> tuple[int, ...] | None:
@@ -199,18 +201,6 @@ def shrink_sampler(loader: DataLoader, members: Sequence[int], rank: int) -> boo
     return bool(samplers)
 
 
-@contextmanager
-def _here(store: dist.Store, rank: int) -> Iterator[None]:
-    """Inside, others find this rank; afterwards, unless that has come to nothing."""
-    store.set(f"here/{rank}", "1")
-    try:
-        yield
-    except RuntimeError:
-        with suppress(RuntimeError, NotImplementedError):
-            store.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
-        raise
-
-
 def _meet(
     store: dist.Store, generation: int, members: Sequence[int], rank: int, meeting_s: float,
     living: Callable[[], Collection[int]] | None,
@@ -218,10 +208,7 @@ def _meet(
     """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
     started, pause_s, ask_s = awake_s(), 0.001, _ASK_S
     missing = [m for m in members if m != rank]
-    while True:
-        missing = [m for m in missing if not store.check([f"here/{m}"])]
-        if not missing:
-            return
+    while missing := [m for m in missing if not store.check([f"here/{m}"])]:
         waited_s = awake_s() - started
         if waited_s > meeting_s:
             raise MemberMissingError(generation, missing, waited_s)

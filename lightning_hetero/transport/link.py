@@ -16,33 +16,16 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_hetero.transport import sockets
 from lightning_hetero.transport.awake import BEAT_S, awake_s
 from lightning_hetero.transport.base import Ask, LeftBehindError, Reply, Request, Say, ServerLostError
-from lightning_hetero.transport.memory import map_parts
 from lightning_hetero.transport.progress import work_of
-from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
-from lightning_hetero.transport.sockets import (
-    Deadline,
-    Waits,
-    WireError,
-    connect_to_tcp,
-    connect_to_unix,
-    hello,
-    lost,
-    peer_credentials,
-    process_state,
-    receive_exactly,
-    receive_into,
-    receive_reply,
-    receive_welcome,
-    send_all,
-    send_now,
-    wait_in_turns,
-)
+from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of, map_parts
 
 _LOOK_S = 1.0  # for what is there to be read
 _LATER_S = 5.0  # after the patience, for a server that can itself say that it hangs
@@ -69,12 +52,12 @@ def connect(address: str, rank: int, timeout_s: float = 60.0, patience_s: float 
         raise ValueError(f"the address of {place!r} must be a Listener's, 'unix:name#token' or 'host:port#token'")
     with contextlib.ExitStack() as undo:
         try:
-            connection = connect_to_unix(port, timeout_s) if near else connect_to_tcp(host, int(port), timeout_s)
-            undo.enter_context(connection)
-            if near and (uid := peer_credentials(connection)[1]) != os.getuid():
+            reach = partial(sockets.connect_to_unix, port) if near else partial(sockets.connect_to_tcp, host, int(port))
+            connection = undo.enter_context(reach(timeout_s))
+            if near and (uid := sockets.peer_credentials(connection)[1]) != os.getuid():
                 raise _RefusedError(f"the server at {place} is of user {uid}, not of {os.getuid()}")
-            wait_in_turns(connection)
-            (pid, *sizes), handed = _greet(connection, rank, bytes.fromhex(token), Deadline(timeout_s))
+            sockets.wait_in_turns(connection)
+            (pid, *sizes), handed = _greet(connection, rank, bytes.fromhex(token), sockets.Deadline(timeout_s))
             if near:
                 link = LocalLink(connection, rank, pid, patience_s, *map_parts(*handed, *sizes))
             else:
@@ -93,18 +76,18 @@ class _RefusedError(Exception):
     """One side does not want the other."""
 
 
-def _greet(connection: socket.socket, rank: int, token: bytes, deadline: Deadline) -> tuple[Sequence[int], list[int]]:
+def _greet(connection: socket.socket, rank: int, token: bytes, waits: sockets.Waits) -> tuple[Sequence[int], list[int]]:
     """Returns the numbers and the file descriptors that a server hands to a worker which it lets in."""
 
     def welcome() -> tuple[Reply, list[int]]:
-        reply, handed = receive_welcome(connection, deadline)
+        reply, handed = sockets.receive_welcome(connection, waits)
         if reply.kind != Say.DONE:
             raise _RefusedError(f"the server refused rank {rank}: {reply.text}")
         return reply, handed
 
     challenge = welcome()[0].text
     with contextlib.suppress(BrokenPipeError):  # refused already: the reason is waiting to be read
-        send_all(connection, hello(rank, challenge, token), deadline)
+        sockets.send_all(connection, sockets.hello(rank, challenge, token), waits)
     reply, handed = welcome()
     return reply.numbers, handed
 
@@ -138,8 +121,7 @@ class _SocketLink:
         self._sending = threading.Lock()
         self._unsent: bytes | memoryview = b""  # the rest of a sign of life; nothing else goes before it
         self._lost: ServerLostError | None = None
-        self._state = b""
-        self._patience_s = patience_s
+        self._state, self._patience_s = b"", patience_s
         self._heard_of = 0  # how often
         # In this conversation: since when this worker waits, the server's progress, and since when it has shown that.
         self._wait: tuple[float, int, float] | None = None
@@ -184,7 +166,7 @@ class _SocketLink:
         try:
             sign = self._unsent or Request(kind=Ask.ALIVE).pack()
             with contextlib.suppress(OSError):
-                self._unsent = memoryview(sign)[send_now(self._connection, sign) :]
+                self._unsent = memoryview(sign)[sockets.send_now(self._connection, sign) :]
         finally:
             self._sending.release()
 
@@ -217,12 +199,12 @@ class _SocketLink:
 
     def _why_lost(self, doing: str) -> ServerLostError:
         """Returns the error for a connection that broke."""
-        return lost(self._server_pid, doing)
+        return sockets.lost(self._server_pid, doing)
 
     def _last_words(self) -> ServerLostError | None:
         """Returns what the server has said before the connection broke: that it hangs, or goes on without this one."""
         try:
-            while (reply := self._receive(Deadline(_LOOK_S))).kind is not Say.FAILED:
+            while (reply := self._receive(sockets.Deadline(_LOOK_S))).kind is not Say.FAILED:
                 pass
             return ServerLostError(reply.text)
         except LeftBehindError as left:
@@ -234,15 +216,15 @@ class _SocketLink:
         with self._sending:
             unsent, self._unsent = self._unsent, b""
             for part in (unsent, *parts):
-                send_all(self._connection, part, self._waited, self._heard)
+                sockets.send_all(self._connection, part, self._waited, self._heard)
 
-    def _receive(self, waits: Waits) -> Reply:
-        while (reply := receive_reply(self._connection, waits)).kind is Say.ALIVE:
+    def _receive(self, waits: sockets.Waits) -> Reply:
+        while (reply := sockets.receive_reply(self._connection, waits)).kind is Say.ALIVE:
             self._heard()
         if reply.kind is Say.LEFT:
             raise LeftBehindError(reply.text)
         if reply.kind is Say.STATE:
-            self._state = receive_exactly(self._connection, reply.numbers[0], waits)
+            self._state = sockets.receive_exactly(self._connection, reply.numbers[0], waits)
         return reply
 
     @contextlib.contextmanager
@@ -291,7 +273,7 @@ class LocalLink(_SocketLink):
 
     def _why_silent(self, silent_s: float) -> str:
         pid, work = self._server_pid, work_of(self._parameters.progress)
-        how = "its process is stopped" if process_state(pid) in (b"T", b"t") else "it hangs"
+        how = "its process is stopped" if sockets.process_state(pid) in (b"T", b"t") else "it hangs"
         return f"the parameter server (process {pid}) has been {work} for {silent_s:.0f} s: {how}"
 
     @property
@@ -362,10 +344,10 @@ class RemoteLink(_SocketLink):
             if (reply := self._receive(self._waited)).kind is Say.FAILED:
                 raise ServerLostError(reply.text)
             if reply.kind is not Say.PARAMETERS:
-                raise WireError(f"{reply.kind.name} came instead of the parameters")
+                raise sockets.WireError(f"{reply.kind.name} came instead of the parameters")
             if reply.version >= 0:
                 target = into if into.is_cpu else torch.empty_like(into, device="cpu")
-                receive_into(self._connection, bytes_of(target), self._waited, self._heard)
+                sockets.receive_into(self._connection, bytes_of(target), self._waited, self._heard)
                 into.copy_(target)  # nothing, if it is the same
                 return reply.version
         raise RuntimeError("no parameters were published yet: the server publishes before it answers a worker")
@@ -373,7 +355,7 @@ class RemoteLink(_SocketLink):
     def newest_version(self) -> int:
         return self._newest
 
-    def _receive(self, waits: Waits) -> Reply:
+    def _receive(self, waits: sockets.Waits) -> Reply:
         reply = super()._receive(waits)
         self._newest = max(self._newest, reply.version)
         return reply

@@ -28,9 +28,9 @@ from torch import Tensor
 from lightning_hetero.transport import sockets
 from lightning_hetero.transport.awake import awake_s
 from lightning_hetero.transport.base import Alive, Arrived, Ask, Gone, Happened, Joined, Reply, Request, Say
-from lightning_hetero.transport.memory import ServerMemory
 from lightning_hetero.transport.peer import Peer
 from lightning_hetero.transport.progress import work_of
+from lightning_hetero.transport.seqlock import ServerMemory
 
 _log = logging.getLogger(__name__)
 
@@ -186,8 +186,7 @@ class Listener:
             if peer not in self._peers:
                 continue
             if how is None:
-                assert peer.rank is not None
-                self._happened.append(Alive(peer.rank))
+                self._happened += [] if peer.rank is None else [Alive(peer.rank)]
                 continue
             peer.hand_back()
             if how:

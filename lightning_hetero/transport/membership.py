@@ -160,16 +160,12 @@ class Membership:
             words = f"it did not come to where the others met, for {limits.meeting_s:g} s"
             found |= dict.fromkeys(self.missing & self.connected, words)
         words = f"no sign of life for {limits.silence_s:g} s: stopped, or its machine or network failed"
-        return found | dict.fromkeys(self._silent(limits.silence_s), words)
+        return found | dict.fromkeys(self.silent(limits.silence_s) if self._come else (), words)
 
     @property
     def overdue_s(self) -> float:
         """When `overdue` is to be asked next [s]; inf: only an event can change anything."""
         return self._begun_s + self._limits.connect_s if self.awaited else math.inf
-
-    def _silent(self, for_s: float) -> set[int]:
-        """Returns who has been silent for so long, has come to the meeting or not; nobody while nobody has come."""
-        return self.silent(for_s) if self._come else set()
 
     def silent(self, for_s: float) -> set[int]:
         """Returns who has been silent for so long [s], of others' signs of life."""
@@ -195,7 +191,7 @@ class Membership:
     @property
     def is_full(self) -> bool:
         """Whether all who live have come; of one that is silent that is not known, though it may have come."""
-        return bool(self._come) and not self.missing and not self._silent(self._limits.silence_s / 2)
+        return bool(self._come) and not self.missing and not self.silent(self._limits.silence_s / 2)
 
     def meet(self, *, apart: bool = False) -> tuple[Come, tuple[int, ...], bool] | None:
         """Ends the meeting if all have come, and the next one begins.

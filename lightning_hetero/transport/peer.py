@@ -47,8 +47,7 @@ class Peer:
         self.pidfd: int | None = None
         self.inbox = bytearray()
         self.outbox = bytearray()
-        self.busy = ""
-        self.watched = 0
+        self.busy, self.watched = "", 0
         self._chunk: tuple[Slot, Request] | None = None  # its bytes come next
         self._thread: threading.Thread | None = None
         self._parameters: Tensor | None = None  # as they are sent

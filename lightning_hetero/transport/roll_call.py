@@ -27,12 +27,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from lightning_hetero.transport.aside import Aside
-from lightning_hetero.transport.awake import BEAT_S, awake_s
+from lightning_hetero.transport.awake import BEAT_S, Aside, awake_s
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError, ServerLostError
-from lightning_hetero.transport.lines import HostLines, guest_line
 from lightning_hetero.transport.membership import Come, Limits, Membership, Met, RunEndsError
-from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress
+from lightning_hetero.transport.run_store import HostLines, RunStore, SignedStore, StoreAddress, guest_line
 
 T = TypeVar("T")
 
@@ -308,10 +306,6 @@ class GuestRollCall(RollCall):
                 if self._left.wait(min(_PAUSE_S, self._beat_s) if soon else self._beat_s):
                     break
 
-    def _end_line(self) -> None:
-        if self._line is not None:
-            self._line.close()
-
     def _told(self, come: Come) -> dict[str, Any]:
         def look(store: SignedStore) -> str | None:
             if (why := store.get(f"out/{self._own_name}")) is not None:
@@ -351,4 +345,5 @@ class GuestRollCall(RollCall):
             with suppress(RuntimeError):
                 self._store.ask(lambda store: store.say(f"over/{self._own_name}"), self._liveness_s)
         self._left.set()
-        self._end_line()
+        if self._line is not None:
+            self._line.close()

@@ -2,26 +2,95 @@
 
 Any process that reaches the port of a store of torch's may read and write it. So the ranks share a secret, which one of
 them has given out over the process group, and sign what they write. A record that is not signed is none.
+
+Stores of torch.distributed through which ranks find each other.
+
+Connections that ranks keep open to the host of their meetings: one that ends says that its process has.
+
+A rank that is killed is known at once, not after its silence. A line carries nothing but the rank's token, which the
+run's store, whose records are signed, has, too: others may connect, and are not listened to.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
-from collections.abc import Callable
+import socket
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, Store, TCPStore
 
-from lightning_hetero.transport.aside import Aside
+from lightning_hetero.transport.awake import Aside
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.transport.sockets import FOREVER
-from lightning_hetero.transport.store import host_store, reach_store
 
 T = TypeVar("T")
+
+
+def host_store(host: str, timeout: timedelta, port: int = 0) -> TCPStore:
+    """Returns a store hosted by this process; ``.port`` tells where.
+
+    Args:
+        host: address under which peers reach this machine. On a loopback address nobody else can connect.
+        timeout: of the store's own operations.
+        port: 0: any that is free.
+
+    Raises:
+        OSError, RuntimeError: the port is taken.
+    """
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if host in ("localhost", "127.0.0.1"):
+        listening = socket.create_server(("127.0.0.1", port))
+        port = listening.getsockname()[1]
+        return TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
+    return TCPStore(host, port, **options)
+
+
+def reach_store(host: str, port: int, timeout: timedelta = timedelta(seconds=60)) -> TCPStore:
+    """Returns the store that another process hosts; ``timeout``: of its operations, and to find it.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    options: dict[str, Any] = {"is_master": False, "timeout": timeout, "wait_for_workers": False}
+    return _within(timeout.total_seconds(), lambda: TCPStore(host, port, **options))
+
+
+class BoundedStore:
+    """A store of torch's that others than the ranks may use: whatever it is asked ends within a bound.
+
+    Torch waits for a store's host without end, whatever the timeout: while it is stopped, and while strangers'
+    connections keep it busy.
+
+    Args:
+        reach: returns the store.
+        answer_s: how long it may take to answer [s].
+
+    Raises (all methods, which are the store's):
+        RuntimeError: its host is gone, or silent.
+    """
+
+    def __init__(self, reach: Callable[[], Store], answer_s: float) -> None:
+        self._answer_s = answer_s
+        self._store = _within(answer_s, reach)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: _within(self._answer_s, lambda: getattr(self._store, name)(*args))
+
+
+def _within(answer_s: float, question: Callable[[], T]) -> T:
+    aside = Aside(question, "store")
+    if not aside.ends_within(answer_s):
+        raise RuntimeError(f"the store has not answered for {answer_s:g} s: its host is stopped or busy")
+    return aside.result()
+
+
 _DIGEST = "sha256"
 _SIGN_BYTES = 64  # of hexadecimal digits
 
@@ -213,3 +282,110 @@ class RunStore:
     def let_go(self) -> None:
         """Closes the connection; idempotent."""
         self._signed = None
+
+
+_PORT, _LINE = "lines", "line/"
+_TOKEN_BYTES = 32  # of hexadecimal digits
+_STRANGERS = 64  # connections that have not said a token, at most
+_CONNECT_S = 5.0
+_ports: set[int] = set()
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def not_inherited(port: int) -> None:
+    """Processes that are forked from now on leave a port on which this one listens to it: it may listen there again."""
+    _ports.add(port)
+
+
+def _close_inherited() -> None:
+    """A DataLoader worker that was forked would hold its parent's line open after the parent's death."""
+    for line in list(_open):
+        line.close()
+    for name in os.listdir("/proc/self/fd") if _ports and os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as held:
+            listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and held.getsockname()[1] in _ports:
+                os.close(int(name))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+class HostLines:
+    """The host's ends.
+
+    Args:
+        host: address of this process's machine.
+        store: of the run; told the port.
+    """
+
+    def __init__(self, host: str, store: SignedStore) -> None:
+        self._listener = socket.create_server((host, 0))
+        self._listener.setblocking(False)
+        _open.add(self._listener)
+        self._new: list[socket.socket] = []
+        self._of: dict[str, socket.socket] = {}
+        store.set(_PORT, str(self._listener.getsockname()[1]))
+
+    def ended(self, store: SignedStore, names: Iterable[str]) -> list[str]:
+        """Returns which of these processes have ended, as far as their lines tell."""
+        with suppress(OSError):
+            while True:
+                line, _ = self._listener.accept()
+                line.setblocking(False)
+                _open.add(line)
+                self._new.append(line)
+        names = list(names)
+        if self._new:
+            tokens = {store.get(f"{_LINE}{name}"): name for name in names if name not in self._of}
+            self._new = [line for line in self._new if self._is_new(line, tokens)][-_STRANGERS:]
+        return [name for name in names if name in self._of and _read(self._of[name], 1) == b""]
+
+    def _is_new(self, line: socket.socket, tokens: dict[str | None, str]) -> bool:
+        """Whether a line has still to say whose it is; what says nothing of use is a stranger's, and is let go of."""
+        if (said := _read(line, _TOKEN_BYTES)) is None:
+            return True
+        if (name := tokens.get(said.decode(errors="replace"))) is not None:
+            self._of[name] = line
+        return False
+
+    def close(self) -> None:
+        """Ends all lines; idempotent."""
+        for line in (self._listener, *self._of.values(), *self._new):
+            line.close()
+
+
+def _read(line: socket.socket, most: int) -> bytes | None:
+    """Returns what has come; nothing if the line has ended; None: nothing has come."""
+    try:
+        return line.recv(most)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def guest_line(host: str, name: str, ask: Callable[[Callable[[SignedStore], Any]], Any]) -> socket.socket | None:
+    """Returns a line to the host, which is to be kept open; None: it takes none yet.
+
+    Args:
+        host: address of its machine.
+        name: of this process.
+        ask: asks the run's store.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
+
+    def tell(store: SignedStore) -> str | None:
+        store.set(f"{_LINE}{name}", token)
+        return store.get(_PORT)
+
+    if (port := ask(tell)) is None:
+        return None
+    line = socket.create_connection((host, int(port)), _CONNECT_S)
+    _open.add(line)
+    line.sendall(token.encode())
+    return line

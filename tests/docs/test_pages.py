@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.cli.summary import comparison_table
+from lightning_hetero.cli.report import comparison_table
 from lightning_hetero.cli.train import check_groups
 from tests.docs.kit import DOCS, FENCE, PAGES, REFERENCE, ROOT, THEORY, Block, blocks_of, name_of
 from tests.ranks.harness import run_ranks

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from lightning_hetero.cli import doctor
 from lightning_hetero.cli.command import CONF, overrides
 from lightning_hetero.cli.plan import answer, plan_tables, read_setup, to_paste
+from lightning_hetero.doctor.checks import CHECKS
 from lightning_hetero.doctor.facts import Facts
-from lightning_hetero.doctor.training import CHECKS
 from tests.docs.kit import REFERENCE, rows, section
 
 PLAN, DOCTOR = REFERENCE / "plan.md", REFERENCE / "doctor.md"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.cli.parity import compare_gradients
+from lightning_hetero.cli.machine import compare_gradients
 from tests import warm
 from tests.e2e.programs import environ, left_in, run, warm_torchrun
 

@@ -30,7 +30,7 @@ def said(program: str) -> str:
 
 
 def test_reading_a_trace_and_planning_need_no_torch() -> None:
-    imports = "import lightning_hetero.cli.report, lightning_hetero.plan.planner, lightning_hetero.doctor.training"
+    imports = "import lightning_hetero.cli.report, lightning_hetero.plan.planner, lightning_hetero.doctor.checks"
     assert said(f"{imports}; print({HEAVY})") == "[]\n"
 
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from lightning_hetero.cluster import read_events
-from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
+from lightning_hetero.lightning_compat.strategies import read_folder, written_last
 from tests.e2e.programs import left_in
 from tests.faults.cells import Cell
 from tests.faults.job import unix_sockets

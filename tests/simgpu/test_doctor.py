@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_hetero.cli import doctor, machine
-from lightning_hetero.doctor.training import examine
+from lightning_hetero.doctor.checks import examine
 from tests.simgpu.harness import run_sim_ranks
 from tests.simgpu.sim.cuda import cap
 

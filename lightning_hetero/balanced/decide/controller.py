@@ -231,14 +231,12 @@ class ShareController:
         while self._pending and self._pending[0][0] <= limit:
             self.catch_up()
             self._receive()
-            if self._late is not None and (limit[1] < 0 or self._is_urgent()):
+            if self._late is not None and (limit[1] < 0 or self._is_urgent(self._late[1])):
                 self.catch_up()
         if self._late is not None and self._late[0] < limit:
             self.catch_up()
 
-    def _is_urgent(self) -> bool:
-        assert self._late is not None
-        rows = self._late[1]
+    def _is_urgent(self, rows: Rows) -> bool:
         if not min(rows.compute_s) > 0:
             return False
         samples = self.policy.work.in_samples(rows.samples, rows.work)

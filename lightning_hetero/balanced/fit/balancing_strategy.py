@@ -26,17 +26,16 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.fit.loaders import BalanceSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.run import BalancedRun
-from lightning_hetero.balanced.fit.settings import BalanceSettings
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
 from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
-from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
-from lightning_hetero.callbacks.work import check_batch_cost
+from lightning_hetero.callbacks.balancing import BatchRebalancer, HeteroBatchSizeFinder
+from lightning_hetero.callbacks.reporting import check_batch_cost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.patches import patched
@@ -56,19 +55,12 @@ class BalancingStrategy(HeteroStrategy[BalancedRun]):
     )
 
     def __init__(
-        self,
-        *,
-        predictor: PredictorName | Predictor = "kalman",
-        dead_band: float = 0.02,
+        self, *, predictor: PredictorName | Predictor = "kalman", dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
-        max_samples: int | Sequence[int] | Literal["auto"] | None = None,
-        quantum: int | Literal["auto"] = "auto",
-        policy: Literal["predictive"] | BalancePolicy | None = None,
-        rebalance: bool = True,
-        exchange_every: int | None = None,
-        stream: StreamMode | None = None,
-        batch_cost: Callable[[Any], float] | None = None,
-        min_ranks: int | None = None,
+        max_samples: int | Sequence[int] | Literal["auto"] | None = None, quantum: int | Literal["auto"] = "auto",
+        policy: Literal["predictive"] | BalancePolicy | None = None, rebalance: bool = True,
+        exchange_every: int | None = None, stream: StreamMode | None = None,
+        batch_cost: Callable[[Any], float] | None = None, min_ranks: int | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],

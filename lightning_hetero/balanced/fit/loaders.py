@@ -2,14 +2,16 @@
 
 Loaders whose batches cannot be divided are left to Lightning, all of a fit's: their batches meet in one loss, whose
 weight must be one. Ranks then train in equal parts, on stock DDP's batches with stock DDP's gradients.
+
+The arguments that only the strategies with balanced batches have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Trainer
@@ -19,23 +21,45 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import PartSizes, ShapeNeeds
-from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
-from lightning_hetero.balanced.fit.settings import BalanceSettings
-from lightning_hetero.balanced.fit.size_trials import found_sizes
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.balanced.fit.beforehand import EarlierRuns, found_sizes
+from lightning_hetero.balanced.runtime.pieces import least_samples
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.loaders import BoundLoader, PartBinder
-from lightning_hetero.base.own_data import check_own_batches, indexed
-from lightning_hetero.callbacks.size_finder import HeteroBatchSizeFinder
+from lightning_hetero.base.orders import check_own_batches, indexed
+from lightning_hetero.callbacks.balancing import HeteroBatchSizeFinder
+from lightning_hetero.callbacks.reporting import BatchCost
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.loader import IndivisibleError, LoaderSpec
 from lightning_hetero.data.order import Channel
-from lightning_hetero.data.stream import raise_unknown_place
+from lightning_hetero.data.stream import StreamMode, raise_unknown_place
 from lightning_hetero.measure.compiles import compiled_parts
 from lightning_hetero.measure.device import device_of
+from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceSettings:
+    """The strategy's own arguments; see `LoadBalancedStrategy`."""
+
+    policy: BalancePolicy
+    rebalance: bool = True
+    batch_cost: BatchCost | None = None
+    bounds: ShareBounds = field(default_factory=ShareBounds)
+    learns: bool = False  # most samples, from the first step on
+    quantum: int | Literal["auto"] = "auto"
+    stream: StreamMode | None = None
+    exchange_every: int | None = None
+    min_ranks: int | None = None
+
+    def without_effect(self) -> str:
+        """Says which arguments were given and have no effect on equal parts; empty: none."""
+        options = {"min_samples": self.bounds.lower, "max_samples": self.bounds.upper}
+        options |= {"quantum": None if self.quantum in (1, "auto") else 0}
+        idle = [name for name, value in options.items() if value is not None]
+        return f". Without effect: {', '.join(idle)}" if idle else ""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -117,8 +141,8 @@ class BalancedBinder(PartBinder[_Balanced]):
                 check_own_batches(stock, self.equal, self._trainer, self._channel)
             return stock
         loader, spec, read_ahead = self._inspect(loader)
-        if spec.kind == "stream":
-            return self._stream(loader, spec)
+        if spec.kind == "stream" and self.settings.stream is not None:
+            return self._stream(loader, spec, self.settings.stream)
         order = self.orders.order(loader, spec, len(self._bound))
         if not self._bound:
             order = self.orders.continued(order)
@@ -225,13 +249,12 @@ class BalancedBinder(PartBinder[_Balanced]):
             sizes.resolve()
         return sizes
 
-    def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
-        assert self.settings.stream is not None
+    def _stream(self, loader: DataLoader, spec: LoaderSpec, mode: StreamMode) -> DataLoader:
         sizes = self._sizes_of(spec, self.orders.batch_of_all(spec))
-        finite, done = self.settings.stream == "finite", compat.batches_trained(self._trainer)
+        finite, done = mode == "finite", compat.batches_trained(self._trainer)
         if len(used := self.orders.resume.get("used", ())) == self._channel.world_size:
             self._used = {done: used}
-        elif self.settings.stream == "infinite" and done and not compat.last_batch_done(self._trainer):
+        elif mode == "infinite" and done and not compat.last_batch_done(self._trainer):
             said = "an infinite stream cannot be repositioned on other ranks: the resumed run reads it from its start"
             if hasattr(loader, "load_state_dict"):
                 raise ValueError(f"{said}. If that does not matter, pass torch.utils.data.DataLoader, without a state")
@@ -240,7 +263,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             spec=spec, full=sizes.total, order=None, read_ahead=int(finite),  # see `RebatchedStream`
             unsized=finite or not hasattr(loader.dataset, "__len__"), sizes=sizes,
         )  # fmt: skip
-        return self._read_stream(bound, loader, self.settings.stream, least=sizes.least)
+        return self._read_stream(bound, loader, mode, least=sizes.least)
 
     # ---- running ----------------------------------------------------------------------------------------------
 

@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.piece_logs import PieceLogs
-from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceRunner, give_up, reason_of
-from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
-from lightning_hetero.balanced.runtime.loss_weight import LossWeight
-from lightning_hetero.balanced.runtime.pieces import GradientsTaken, MemoryWatch, PieceGradients, leaves, stand_in
+from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceLogs, PieceRunner, give_up, reason_of
+from lightning_hetero.balanced.runtime import pieces
+from lightning_hetero.balanced.runtime.pieces import LossWeight
 from lightning_hetero.data.micro_batches import join_outputs
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
@@ -66,12 +64,11 @@ class Recovery:
         self._trainer, self._model = trainer, model
         self._module: LightningModule = trainer.lightning_module
         self._weight, self._constant, self._learned = weight, constant, learned
-        self._memory = MemoryWatch(device, cap)
+        self._memory = pieces.MemoryWatch(device, cap)
         self._pieces = PieceRunner(trainer, model, device=device, cap=cap)
-        self._taken = GradientsTaken(self._module.parameters())
+        self._taken = pieces.GradientsTaken(self._module.parameters())
         self._step = GuardedStep(self._module.training_step, None, ())
-        self._backward_passes = 0
-        self._warned = False
+        self._backward_passes, self._warned = 0, False
 
     def close(self) -> None:
         self._taken.close()
@@ -91,31 +88,31 @@ class Recovery:
         return patched(self._module, "training_step", self._training_step)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step, pieces = self._step, self._pieces
+        step, runner = self._step, self._pieces
         step.args, step.kwargs = args, kwargs
         samples, most = self._begin(step)
         if step.planned or most < samples:
             return self._in_pieces(step, most)
-        put_back = pieces.save() if self.cap.untried(samples) else None
+        put_back = runner.save() if self.cap.untried(samples) else None
         self._memory.begin(samples)
         try:
             output = step.original(*args, **kwargs)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            pieces.check(step, error, self._count(step))
+            runner.check(step, error, self._count(step))
         else:
             return self._computed(step, output)
         # Out of the handler, so that the error's frames are gone and with them what they hold.
         if put_back is not None:
             put_back()
         step.cut_again = True
-        return self._in_pieces(step, pieces.failed(self._count(step)))
+        return self._in_pieces(step, runner.failed(self._count(step)))
 
     def _begin(self, step: GuardedStep) -> tuple[int, int]:
         """Returns the samples of the batch, -1 if that is not known yet, and how many to compute at once."""
-        cap, pieces = self.cap, self._pieces
-        self._believed, pieces.tried, pieces.exchanged = True, False, 0
+        cap, runner = self.cap, self._pieces
+        self._believed, runner.tried, runner.exchanged = True, False, 0
         step.whole, step.loss_gradient = False, None
         if step.samples is None and cap.failed is not None:
             self._count(step)
@@ -131,7 +128,7 @@ class Recovery:
         step.whole = True
         loss = loss_of(output)
         if loss is not None and loss.requires_grad:
-            loss.register_hook(partial(_note_gradient, step))
+            loss.register_hook(partial(setattr, step, "loss_gradient"))
         return output
 
     def _count(self, step: GuardedStep) -> int:
@@ -148,11 +145,12 @@ class Recovery:
             most: samples of a piece; fewer where these do not fit.
         """
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        gradients = PieceGradients(self._pieces.trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        gradients = pieces.PieceGradients(self._pieces.trained(), scale=scale)
         logs = PieceLogs(self._trainer, self._constant)
         first, done = self._run_pieces(step, most, gradients, logs)
         for _ in range(sum(not size for size in step.planned)):  # peers have more pieces, and a step may communicate
-            with compat.metrics_frozen(self._module), statistics_kept(self._module), logs.collecting(first, 0):
+            with compat.metrics_frozen(self._module), pieces.statistics_kept(self._module), logs.collecting(first, 0):
                 loss = loss_of(step.run(first))
             if loss is not None:
                 gradients.add(loss, 0.0)
@@ -160,7 +158,7 @@ class Recovery:
         def stand(value: Tensor) -> Tensor:
             found = gradients.gradients()
             self._pieces.check_reached(step, (p in found for p in self._pieces.trained()))
-            return stand_in(value, found)
+            return pieces.stand_in(value, found)
 
         return self._joined(step, logs, done, stand)
 
@@ -180,7 +178,7 @@ class Recovery:
         return loss if rest is None else {"loss": loss, **rest}
 
     def _run_pieces(
-        self, step: GuardedStep, most: int, gradients: PieceGradients, logs: PieceLogs | None = None
+        self, step: GuardedStep, most: int, gradients: pieces.PieceGradients, logs: PieceLogs | None = None
     ) -> tuple[Any, list[Done]]:
         """Runs all pieces of a batch and adds up their gradients.
 
@@ -196,7 +194,6 @@ class Recovery:
         done: list[Done] = []
 
         def run(piece: Any, size: int, void: float) -> None:
-            del void
             with nullcontext() if logs is None else logs.collecting(piece, size):
                 output = step.run(piece)
             loss, weight = loss_of(output), self._weight.of_piece(piece, size, total)
@@ -239,16 +236,16 @@ class Recovery:
                 self.cap.fits(step.samples)
             return
         # Out of the handler, so that the error's frames are gone and with them what they hold.
-        pieces, trained = self._pieces, self._pieces.trained()
-        reached, taken = {id(leaf) for leaf in leaves(loss)}, self._taken.taken()
-        pieces.check_reached(step, (id(p) in reached for p in trained))
+        runner, trained = self._pieces, self._pieces.trained()
+        reached, taken = {id(leaf) for leaf in pieces.leaves(loss)}, self._taken.taken()
+        runner.check_reached(step, (id(p) in reached for p in trained))
         remaining = [p for p in trained if id(p) in reached - taken]
         for tensor in (loss, *holders):
             tensor.detach_()  # Lightning refers to the loss for as long as the step lasts, and so to the whole graph
         if not remaining:
             give_up(step.reason, "all gradients were there, but their exchange was not under way")
         self._believed, step.cut_again = False, True
-        stand = stand_in(loss, self._remaining(step, remaining, pieces.failed(samples)))
+        stand = pieces.stand_in(loss, self._remaining(step, remaining, runner.failed(samples)))
         self._tell(step, samples)
         ended(stand)
         stand.backward()
@@ -268,7 +265,7 @@ class Recovery:
 
     def _remaining(self, step: GuardedStep, parameters: list[nn.Parameter], most: int) -> dict[Tensor, Tensor]:
         """Returns gradients of the step's last loss, as the broken pass would have computed them."""
-        gradients = PieceGradients(parameters)
+        gradients = pieces.PieceGradients(parameters)
         put_back = self._pieces.save()  # the forward pass that fitted has logged and counted
         with compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
             self._run_pieces(step, most, gradients)
@@ -327,10 +324,6 @@ class Recovery:
             f" {cap.safe} samples fit; this rank goes on with at most {cap.most}",
             stacklevel=2,
         )
-
-
-def _note_gradient(step: GuardedStep, gradient: Tensor) -> None:
-    step.loss_gradient = gradient
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -14,21 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
-from lightning_hetero.balanced.fit.loaders import BalancedBinder
+from lightning_hetero.balanced.fit.beforehand import EarlierRuns
+from lightning_hetero.balanced.fit.loaders import BalancedBinder, BalanceSettings
+from lightning_hetero.balanced.fit.plain_backward import Trained
 from lightning_hetero.balanced.fit.recovery import Recovery
-from lightning_hetero.balanced.fit.settings import BalanceSettings
-from lightning_hetero.balanced.fit.signals import SignalsTogether
-from lightning_hetero.balanced.fit.step_times import StepTimes
-from lightning_hetero.balanced.fit.trained import Trained
-from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
-from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.balanced.fit.step_times import SignalsTogether, StepTimes
+from lightning_hetero.balanced.runtime.pieces import LossWeight, statistics_kept
 from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.base.strategy import HeteroStrategy
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
-from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.callbacks.work import CountedOnHost, cost_in, count_work
+from lightning_hetero.callbacks.balancing import BatchRebalancer
+from lightning_hetero.callbacks.reporting import CountedOnHost, RequeueTogether, cost_in, count_work
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.device import device_of
@@ -75,15 +71,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
         own = "bounds", "learns", "quantum", "stream", "exchange_every", "min_ranks"
         agreed = {name: repr(getattr(settings, name)) for name in own} | {
-            "global_batch_size": str(shared.global_batch_size),
-            "batch_sampler": shared.batch_sampler,
-            "own_data": str(shared.own_data),
-            "loss_reduction": shared.loss_reduction,
-            "rebalance": str(self.rebalancer.enabled),
-            "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
-            "stock": repr(sorted(strategy.agreed.items())),
-            **self.policy.settings(),
-        }
+            "global_batch_size": str(shared.global_batch_size), "batch_sampler": shared.batch_sampler,
+            "own_data": str(shared.own_data), "loss_reduction": shared.loss_reduction,
+            "rebalance": str(self.rebalancer.enabled), "stock": repr(sorted(strategy.agreed.items())),
+            "batch_cost": getattr(cost, "__qualname__", str(cost is not None)), **self.policy.settings(),
+        }  # fmt: skip
         joins = self.invitation(strategy)
         store, said = (None, agreed) if joins is None else (joins.store, None)
         super().__init__(trainer, timeout=timeout, settings=said, store=store)
@@ -93,9 +85,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         channel = small if members == 1 else PartChannel(self.channel, members)
         own_device, name = device_of(strategy.root_device), type(strategy).__name__
         earlier = EarlierRuns(trainer, own_device, counts=self.fitting and self.rebalancer.enabled)
-        self.binder = self.binders(
-            trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier
-        )  # fmt: skip
+        self.binder = self.binders(trainer, channel, self.policy, shared, settings, strategy_name=name, earlier=earlier)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
         world, counts = channel.world_size, shared.weight_in(self.module)

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.fit.piece_logs import PieceLogs
-from lightning_hetero.balanced.fit.piece_runner import GuardedStep, ToDo, give_up
+from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceLogs, ToDo, give_up
 from lightning_hetero.balanced.fit.recovery import Done, Recovery, alone, done_of, loss_of
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reduction
-from lightning_hetero.balanced.runtime.pieces import free_memory
+from lightning_hetero.balanced.runtime.pieces import free_memory, least_samples
 from lightning_hetero.lightning_compat.patches import replace_methods
 from lightning_hetero.measure.device import is_out_of_memory
 from lightning_hetero.measure.step_clock import when_backward_ends

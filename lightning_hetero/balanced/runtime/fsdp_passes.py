@@ -125,7 +125,6 @@ class FSDPPasses:
         return work
 
     def _reduces(self, run: Callable[[], Any], output: Tensor, given: Tensor, group: dist.ProcessGroup) -> Any:
-        del group
         if self.done < self.void:  # not by a factor alone: 0 * NaN is NaN
             given.zero_()
         work = run() if self.done >= self._skip else None

@@ -4,20 +4,71 @@
     after     `stand_in`: a loss of the right value whose backward gives each parameter its gradient, once
 
 so that whatever comes between the loss and the update, weight, scaler, DDP's buckets, clipping, sees one backward pass.
+
+BatchNorm on parts of a batch: it needs more than one sample, and must not learn from a dummy.
+
+torch raises "Expected more than 1 value per channel when training" for a batch of one sample without further
+dimensions. So where a module has BatchNorm a rank gets none or at least two samples, `ShareBounds.least`, and the dummy
+of a rank without samples has two.
+
+Weights a rank's loss so that DDP's mean over ranks is the mean over the samples of the global batch.
+
+    local loss L_r = mean over the rank's n_r samples,   DDP's gradient = (1/W) sum_r grad(w_r L_r)
+    w_r = W n_r / N     =>     (1/W) sum_r W (n_r/N) grad L_r = grad of the mean over all N samples
+
+The factor is applied to every micro-batch before its backward. A communication hook that weights the summed gradient
+instead is wrong under gradient accumulation as soon as shares change inside the window, and with SyncBatchNorm
+(measured: relative error 0.16 and 0.46), and it takes the hook away from the user.
+Formula: LB-BSP, g = sum (x_i/X) g_i.
+
+Not covered is what couples the samples of different ranks in forward while a rank is empty: the dummy sample counts in
+SyncBatchNorm's statistics (as DDP's padding does), so use ``drop_last=True`` and ``min_samples >= 1`` there.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_hetero.checked import real
+from lightning_hetero.data.batches import Part
+from lightning_hetero.data.order import Channel
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse
+from lightning_hetero.types import LossReduction
+
+
+def least_samples(module: nn.Module) -> int:
+    """Returns the least samples of a rank that has any: 2 with BatchNorm that is not synchronised, else 1.
+
+    A layer that is frozen now (``eval()``) counts too: callbacks thaw layers at any time, and the rule costs next to
+    nothing. Synchronised layers count the samples of all ranks.
+    """
+    return 2 if any(_is_local(layer) for layer in module.modules()) else 1
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, BatchNorm writes its running statistics into copies that are thrown away: a dummy must not count.
+
+    Copies, because backward still refers to the tensors that forward has written.
+    """
+    with ExitStack() as stack:
+        for layer in filter(_is_local, module.modules()):
+            for name, buffer in layer.named_buffers(recurse=False):
+                stack.callback(setattr, layer, name, buffer)
+                setattr(layer, name, buffer.clone())
+        yield
+
+
+def _is_local(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 def free_memory(device: HostDevice) -> None:
@@ -105,7 +156,6 @@ def _hooks_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
 class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        del parameters
         ctx.gradients = gradients
         return value.clone()
 
@@ -227,10 +277,8 @@ class MemoryWatch:
     def __init__(self, device: HostDevice, cap: MemoryCap) -> None:
         self._device, self._cap = device, cap
         self._use = MemoryUse()
-        self._begun = False
-        self._base_bytes = 0.0
-        self._limit_bytes = 0.0
-        self._asked_for = -1
+        self._begun, self._asked_for = False, -1
+        self._base_bytes = self._limit_bytes = 0.0
 
     def begin(self, samples: int) -> None:
         """A step begins."""
@@ -251,3 +299,68 @@ class MemoryWatch:
             self._asked_for = self._cap.safe
             self._limit_bytes = self._device.free_bytes() + self._device.used_bytes()
         self._cap.estimate = self._use.most(self._limit_bytes)
+
+
+class LossWeight:
+    """The loss factor of the current batch.
+
+    Args:
+        channel: sums the ranks' weights when ``batch_weight`` is given.
+        world_size: number of ranks.
+        reduction: ``"mean"`` if the user's loss is a mean over its batch, ``"sum"`` if it is a sum (then stock DDP's
+            factor 1 is already right, except for a dummy batch).
+        batch_weight: returns what the loss is a mean over, e.g. the number of tokens, when that is not samples.
+
+    Attributes:
+        local: what this rank's batch counts, in samples or in the user's unit.
+    """
+
+    def __init__(
+        self, *, channel: Channel, world_size: int, reduction: LossReduction = "mean",
+        batch_weight: Callable[[Any], float] | None = None,
+    ) -> None:  # fmt: skip
+        self._channel, self._world_size = channel, world_size
+        self._reduction, self._batch_weight = reduction, batch_weight
+        self.local = 1.0
+        self._total: Callable[[], float] | None = None
+        self._factor: float | None = 1.0
+
+    def open(self, part: Part, batch: Any) -> None:
+        """Takes the batch about to be trained on. With ``batch_weight`` it starts a sum that `factor` waits for."""
+        self._total = None
+        if self._batch_weight is None:
+            self.local = float(part.samples)
+            self._factor = part.weight if self._reduction == "mean" else float(part.samples > 0)
+            return
+        self.local = weight = real("batch_weight(batch)", self._batch_weight(batch)) if part.samples else 0.0
+        self._factor = None
+        self._total = self._channel.sum_async(weight)
+
+    def open_equal(self, batch: Any) -> None:
+        """Takes a batch of stock DDP's, of which every rank has an equal part; `local` says nothing without a unit."""
+        alike = Part(epoch=0, step=0, samples=1, shares=(1,) * self._world_size, weight_base=float(self._world_size))
+        self.open(alike, batch)
+
+    def of_piece(self, piece: Any, samples: int, of_samples: int) -> float:
+        """Returns the factor by which a piece's loss is a summand of the local loss of this rank's batch."""
+        if self._batch_weight is not None and self.local > 0:
+            return float(self._batch_weight(piece)) / self.local
+        return 1.0 if self._reduction == "sum" and self._batch_weight is None else samples / of_samples
+
+    @property
+    def counts(self) -> bool:
+        """Whether the user said what a batch counts."""
+        return self._batch_weight is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether `factor` would have to wait for the peers."""
+        return self._factor is None
+
+    def factor(self) -> float:
+        """Returns the factor for the local loss; waits for the peers' weights if the user's unit is not samples."""
+        if self._factor is None:
+            assert self._total is not None
+            total = self._total()
+            self._factor = self._world_size * self.local / total if total > 0 else 0.0
+        return self._factor

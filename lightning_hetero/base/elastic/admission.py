@@ -22,8 +22,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.base.elastic.meetings import Meetings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.awake import awake_s
-from lightning_hetero.transport.run_store import RunStore
-from lightning_hetero.transport.store import reach_store
+from lightning_hetero.transport.run_store import RunStore, reach_store
 from lightning_hetero.transport.whole_files import name_of_process, remove_left
 
 if TYPE_CHECKING:

@@ -46,8 +46,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.awake import awake_s
-from lightning_hetero.transport.run_store import StoreAddress
-from lightning_hetero.transport.store import BoundedStore, host_store, reach_store
+from lightning_hetero.transport.run_store import BoundedStore, StoreAddress, host_store, reach_store
 
 FIRST_GENERATION = 1 << 40
 """Process groups built with joining ranks are numbered from here, those after deaths by the meeting before."""

@@ -21,8 +21,8 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.transport.groups import leave_default_group, limit_waits, rebuild_default_group, shrink_sampler
 from lightning_hetero.transport.membership import Met
+from lightning_hetero.transport.run_store import reach_store
 from lightning_hetero.transport.side_channel import SideChannel
-from lightning_hetero.transport.store import reach_store
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -19,9 +19,9 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.run import Binder, EngineRun
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 from lightning_hetero.transport.groups import group_members
-from lightning_hetero.transport.lines import not_inherited
 from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, RollCall
+from lightning_hetero.transport.run_store import not_inherited
 
 COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
 

@@ -18,8 +18,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.join import Invitation
 from lightning_hetero.base.elastic.run_meetings import COLLECTIVE_S, MeetingPoints, MeetingRun, RunMeetings
-from lightning_hetero.callbacks.requeue import RequeueTogether
-from lightning_hetero.callbacks.work import CountedOnHost
+from lightning_hetero.callbacks.reporting import CountedOnHost, RequeueTogether
 from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, engine_metrics, of_all
 from lightning_hetero.federated.fit.averaging import Averaging
 from lightning_hetero.federated.fit.loaders import OwnBinder

@@ -20,7 +20,7 @@ import yaml
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_hetero.base.precision import trained_dtype
+from lightning_hetero.base.checks import trained_dtype
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
 from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.emulate.scenario import Scenario

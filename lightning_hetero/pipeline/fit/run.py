@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import gloo_group
-from lightning_hetero.callbacks.requeue import RequeueTogether
+from lightning_hetero.callbacks.reporting import RequeueTogether
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.pipeline.decide.costs import model_to_plain

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.callbacks.requeue import RequeueTogether
+from lightning_hetero.callbacks.reporting import RequeueTogether
 from lightning_hetero.data.batches import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group

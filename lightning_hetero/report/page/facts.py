@@ -9,10 +9,8 @@ from typing import Any
 
 from lightning_hetero.record.ledger import RunLedger, ledger_of
 from lightning_hetero.record.run import RecordedRun
-from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
-from lightning_hetero.report.scores import Scores, scores_of
+from lightning_hetero.report.figures import Alternatives, PipelineFacts, Scores, alternatives_of, pipeline_of, scores_of
 from lightning_hetero.report.verdict import Verdict, engine_name, verdict_of
-from lightning_hetero.report.what_if import Alternatives, alternatives_of
 
 _MOST_RANKS = 16  # of a drawing
 

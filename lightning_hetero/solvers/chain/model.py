@@ -38,8 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import TINY_S, DeviceChain
-from lightning_hetero.solvers.chain.layers import Floats, Ints
+from lightning_hetero.solvers.chain.chain import TINY_S, DeviceChain, Floats, Ints
 from lightning_hetero.types import Status
 
 # A round trip of exactly k periods takes k, and bytes that fill a device exactly fit, whatever the last bits say.
@@ -183,7 +182,7 @@ def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
     Raises:
         ValueError: ``cuts`` are not S + 1 strictly increasing numbers from 0 to L.
 
-    >>> from lightning_hetero.solvers.chain.layers import Layers
+    >>> from lightning_hetero.solvers.chain.chain import Layers
     >>> from lightning_hetero.types import Device, Link
     >>> layers = Layers(work_s=[1.0, 2.0, 1.0], cut_bytes=[0.0, 3.0, 3.0, 3.0])
     >>> devices = [Device(name="fast", speed=2.0), Device(name="slow")]

@@ -109,14 +109,12 @@ def borders(pipes: Pipes, busiest: Sequence[int], layers: int) -> Iterator[Pipes
         shared = [q for q, other in enumerate(pipes) if border in other.cuts]
         for step in (sign << k for k in range(most.bit_length()) for sign in (1, -1)):
             for some in ([p], shared) if len(shared) > 1 and p == shared[0] else ([p],):
-                moved = [_recut(pipes[q], border, border + step) for q in some]
-                if all(moved):
-                    yield _with(pipes, set(some), [pipe for pipe in moved if pipe])
-
-
-def _recut(pipe: Pipe, old: int, new: int) -> Pipe | None:
-    cuts = tuple(new if cut == old else cut for cut in pipe.cuts)
-    return Pipe(pipe.ranks, cuts) if all(a < b for a, b in pairwise(cuts)) else None
+                moved = [
+                    Pipe(pipes[q].ranks, tuple(border + step if cut == border else cut for cut in pipes[q].cuts))
+                    for q in some
+                ]
+                if all(a < b for pipe in moved for a, b in pairwise(pipe.cuts)):
+                    yield _with(pipes, set(some), moved)
 
 
 def neighbours(pipes: Pipes, drafts: Drafts, first: Sequence[int], most_groups: int) -> Iterator[Pipes]:

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import DepthRule, DeviceChain, chain_of
-from lightning_hetero.solvers.chain.layers import Floats, Layers, fixed_and_per_sample, layers_of
+from lightning_hetero.solvers.chain import chain as chains
+from lightning_hetero.solvers.chain.chain import DepthRule, Floats, Layers, fixed_and_per_sample, layers_of
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, stage_bytes, times
 from lightning_hetero.solvers.chain.split import split
 from lightning_hetero.solvers.minimax import deal, fractional_s
@@ -98,11 +98,11 @@ class Problem:
     def _by_link(self, number: Callable[[Link], float]) -> Floats:
         return np.array([[number(link) for link in row] for row in self.cluster.links], dtype=np.float64)
 
-    def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> DeviceChain:
+    def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> chains.DeviceChain:
         """Returns the pipeline of ``ranks`` in this order for micro-batches of ``size`` samples."""
         if size not in self._layers:
             self._layers[size] = layers_of(self.model, size)
-        return chain_of(self._layers[size], self.cluster, ranks, micro_batches=micro_batches, depth=self.depth)
+        return chains.chain_of(self._layers[size], self.cluster, ranks, micro_batches=micro_batches, depth=self.depth)
 
     def part(self, ranks: Sequence[int]) -> int:
         """Returns how many samples these devices get in proportion to speed, one at least."""

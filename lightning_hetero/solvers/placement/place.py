@@ -24,9 +24,9 @@ import numpy as np
 
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.chain.model import evaluate
-from lightning_hetero.solvers.chain.reasons import why_infeasible
+from lightning_hetero.solvers.chain.split import why_infeasible
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem, share
-from lightning_hetero.solvers.placement.starts import best_found
+from lightning_hetero.solvers.placement.search import best_found
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, Status
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.layers import Floats
+from lightning_hetero.solvers.chain.chain import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 

@@ -4,7 +4,7 @@ A rank may train several parts of a global batch within one batch of the loop, n
 another rank has computed its samples. Epoch values, torchmetrics and, in automatic optimization, the numbers and lists
 that the module keeps count each sample that is trained on once: what a part brought is taken back if its push counts
 nothing. Hooks that look at a batch or its outputs get each part that counts, see
-`lightning_compat.empty_batches`.
+`lightning_compat.batches`.
 """
 
 from __future__ import annotations

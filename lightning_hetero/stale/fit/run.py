@@ -14,7 +14,7 @@ from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.callbacks.requeue import RequeueByOne
+from lightning_hetero.callbacks.reporting import RequeueByOne
 from lightning_hetero.stale.decide import report
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import Counts, Measures
@@ -32,7 +32,7 @@ from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.base import LeftBehindError
 from lightning_hetero.transport.groups import group_members
-from lightning_hetero.transport.store import host_store, reach_store
+from lightning_hetero.transport.run_store import host_store, reach_store
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import Listener
 from lightning_hetero.transport.membership import Limits
 from lightning_hetero.transport.progress import WAITS
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.run_store import host_store
 
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.cluster.stragglers import StragglerTest
+from lightning_hetero.cluster.score import StragglerTest
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.items import WorkPerSample
 from lightning_hetero.shares.policy import BalancePolicy

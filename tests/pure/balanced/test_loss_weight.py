@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.balanced.runtime.pieces import LossWeight
 from lightning_hetero.data.batches import Part
 
 SHARES = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)

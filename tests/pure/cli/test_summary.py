@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_hetero.cli.summary import comparison_table, rank_table
+from lightning_hetero.cli.report import comparison_table, rank_table
 from lightning_hetero.record.ledger import ledger_of
 from tests.pure.report.kit import Told, run_with
 

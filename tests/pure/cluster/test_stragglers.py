@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightning_hetero.cluster.stragglers import Straggler, StragglerTest
+from lightning_hetero.cluster.score import Straggler, StragglerTest
 from lightning_hetero.types import SpeedSample
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.joint.machine import Batch, Machine, Phase
 from lightning_hetero.controller.messages import Decision, Observation
-from lightning_hetero.solvers.chain.layers import Floats
+from lightning_hetero.solvers.chain.chain import Floats
 from lightning_hetero.types import PipelinePlan
 
 

@@ -9,9 +9,20 @@ from typing import Any
 import pytest
 
 from lightning_hetero.cluster.spec import cluster_from_plain
-from lightning_hetero.doctor import gpus, host, training
-from lightning_hetero.doctor.facts import DeviceFacts, Facts, GpuFacts, HostFacts, ModuleFacts, Package, Parity
-from lightning_hetero.doctor.finding import failing, findings_text, warning, worst
+from lightning_hetero.doctor import checks
+from lightning_hetero.doctor.facts import (
+    DeviceFacts,
+    Facts,
+    GpuFacts,
+    HostFacts,
+    ModuleFacts,
+    Package,
+    Parity,
+    failing,
+    findings_text,
+    warning,
+    worst,
+)
 
 pytestmark = pytest.mark.pure
 GIB = 2.0**30
@@ -65,78 +76,81 @@ def environ(**values: str) -> dict[str, Any]:
 
 # A check, what is changed of a good machine, the gravest level, and what its findings say or advise; "-": nothing.
 ROWS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
-    (host.versions, package("torch", "2.4.0", ">=2.5"), "fail",
+    (checks.versions, package("torch", "2.4.0", ">=2.5"), "fail",
      ["torch 2.4.0, needed is >=2.5", "install 'torch>=2.5'"]),
-    (host.versions, package("numpy", None, ""), "fail", ["numpy not installed, needed is any version"]),
-    (host.versions, package("torch", "2.13", ">=2.5", fits=True), "ok", ["torch 2.13"]),
-    (gpus.device_order, environ(), "warn", ["rank 0: RTX 4090, rank 1: RTX 3080", "PCI_BUS_ID"]),
-    (gpus.device_order, {"devices": (MIDDLE,) * 2, **environ()}, "ok", []),
-    (gpus.device_order, {"devices": ()}, "ok", ["processes on 16 cores"]),
-    (gpus.device_order, {"devices": (), "problem": "no driver"}, "fail", ["no driver"]),
-    (gpus.same_names, environ(CUDA_VISIBLE_DEVICES="0,1,0"), "fail", ["names 0 twice"]),
-    (gpus.same_names, environ(LOCAL_WORLD_SIZE="4"), "warn", ["of 4 ranks on this node this one sees 3 GPUs", "gloo"]),
-    (gpus.same_names, {"devices": (), **environ(LOCAL_WORLD_SIZE="4")}, "-", []),
-    (gpus.bfloat16, {"devices": (NEW, replace(OLD, computes_bfloat16=False))}, "warn",
+    (checks.versions, package("numpy", None, ""), "fail", ["numpy not installed, needed is any version"]),
+    (checks.versions, package("torch", "2.13", ">=2.5", fits=True), "ok", ["torch 2.13"]),
+    (checks.device_order, environ(), "warn", ["rank 0: RTX 4090, rank 1: RTX 3080", "PCI_BUS_ID"]),
+    (checks.device_order, {"devices": (MIDDLE,) * 2, **environ()}, "ok", []),
+    (checks.device_order, {"devices": ()}, "ok", ["processes on 16 cores"]),
+    (checks.device_order, {"devices": (), "problem": "no driver"}, "fail", ["no driver"]),
+    (checks.same_names, environ(CUDA_VISIBLE_DEVICES="0,1,0"), "fail", ["names 0 twice"]),
+    (checks.same_names, environ(LOCAL_WORLD_SIZE="4"), "warn",
+     ["of 4 ranks on this node this one sees 3 GPUs", "gloo"]),
+    (checks.same_names, {"devices": (), **environ(LOCAL_WORLD_SIZE="4")}, "-", []),
+    (checks.bfloat16, {"devices": (NEW, replace(OLD, computes_bfloat16=False))}, "warn",
      ["rank 1 (RTX 2080): bfloat16 is emulated", "'16-mixed'"]),
-    (gpus.instances, {"devices": (MIG,) * 2}, "warn", ["rank 1 (H100 MIG 1g.10gb)"]),
-    (gpus.architectures, {"cuda": None, "devices": (ARC,)}, "-", []),
-    (gpus.architectures, {"cuda": None}, "fail", ["one for CPUs"]),
-    (gpus.architectures, {"devices": ()}, "-", []),
-    (gpus.architectures, {"devices": (gpu("GTX 1070", 6, 1),)}, "fail", ["an older wheel"]),
-    (gpus.architectures, {"devices": (gpu("B200", 10, 0),)}, "fail", ["a newer wheel"]),
-    (gpus.architectures, {"arch_list": ("sm_75", "sm_80", "sm_86")}, "ok", ["has code for sm_75, sm_86, sm_89"]),
-    (gpus.architectures, {"arch_list": ("sm_80", "sm_86", "sm_90")}, "fail", ["RTX 2080, sm_75)", "12.8 has no code"]),
-    (gpus.architectures, {"arch_list": ("sm_75", "sm_80", "compute_80")}, "ok", []),
-    (gpus.architectures, {"arch_list": ("sm_86", "sm_89", "compute_70")}, "warn", ["sm_75): the wheel has only PTX"]),
-    (gpus.architectures, {"arch_list": ("sm_75", "sm_86a")}, "ok", []),
-    (gpus.architectures, {"arch_list": ()}, "fail", ["(none)"]),
-    (gpus.memory, {"devices": (replace(NEW, free_bytes=None), MIDDLE)}, "ok", ["free by rank: not known, 10 GiB"]),
-    (gpus.memory, {"devices": (gpu("RTX 4090", 8, 9, free=4.0),)}, "warn", ["6 GiB of 10 GiB are taken"]),
-    (host.shared_memory, {"shm_bytes": 2.0**26, "shm_free_bytes": 2.0**26}, "warn",
+    (checks.instances, {"devices": (MIG,) * 2}, "warn", ["rank 1 (H100 MIG 1g.10gb)"]),
+    (checks.architectures, {"cuda": None, "devices": (ARC,)}, "-", []),
+    (checks.architectures, {"cuda": None}, "fail", ["one for CPUs"]),
+    (checks.architectures, {"devices": ()}, "-", []),
+    (checks.architectures, {"devices": (gpu("GTX 1070", 6, 1),)}, "fail", ["an older wheel"]),
+    (checks.architectures, {"devices": (gpu("B200", 10, 0),)}, "fail", ["a newer wheel"]),
+    (checks.architectures, {"arch_list": ("sm_75", "sm_80", "sm_86")}, "ok", ["has code for sm_75, sm_86, sm_89"]),
+    (checks.architectures, {"arch_list": ("sm_80", "sm_86", "sm_90")}, "fail",
+     ["RTX 2080, sm_75)", "12.8 has no code"]),
+    (checks.architectures, {"arch_list": ("sm_75", "sm_80", "compute_80")}, "ok", []),
+    (checks.architectures, {"arch_list": ("sm_86", "sm_89", "compute_70")}, "warn",
+     ["sm_75): the wheel has only PTX"]),
+    (checks.architectures, {"arch_list": ("sm_75", "sm_86a")}, "ok", []),
+    (checks.architectures, {"arch_list": ()}, "fail", ["(none)"]),
+    (checks.memory, {"devices": (replace(NEW, free_bytes=None), MIDDLE)}, "ok", ["free by rank: not known, 10 GiB"]),
+    (checks.memory, {"devices": (gpu("RTX 4090", 8, 9, free=4.0),)}, "warn", ["6 GiB of 10 GiB are taken"]),
+    (checks.shared_memory, {"shm_bytes": 2.0**26, "shm_free_bytes": 2.0**26}, "warn",
      ["64 MiB of 64 MiB free", "--shm-size=1g"]),
-    (host.shared_memory, {}, "ok", []),
-    (host.shared_memory, {"shm_bytes": None}, "warn", ["there is no /dev/shm"]),
-    (host.backends, {"backends": ("nccl",)}, "fail", []),
-    (host.backends, {"backends": ("gloo",)}, "warn", []),
-    (host.backends, {"backends": ("gloo",), "devices": ()}, "ok", []),
-    (host.cores, {"cores": 2}, "warn", []),
-    (host.cores, {"cores": 2, "devices_wanted": 2}, "ok", []),
-    (host.rendezvous, {"unresolved": "node0"}, "fail", ["MASTER_ADDR=node0 cannot be resolved"]),
-    (host.rendezvous, {"taken_port": "29500"}, "fail", ["MASTER_PORT=29500 is in use"]),
-    (host.rendezvous, {"interfaces": ("lo", "eth0"), **environ(GLOO_SOCKET_IFNAME="ib0")}, "fail",
+    (checks.shared_memory, {}, "ok", []),
+    (checks.shared_memory, {"shm_bytes": None}, "warn", ["there is no /dev/shm"]),
+    (checks.backends, {"backends": ("nccl",)}, "fail", []),
+    (checks.backends, {"backends": ("gloo",)}, "warn", []),
+    (checks.backends, {"backends": ("gloo",), "devices": ()}, "ok", []),
+    (checks.cores, {"cores": 2}, "warn", []),
+    (checks.cores, {"cores": 2, "devices_wanted": 2}, "ok", []),
+    (checks.rendezvous, {"unresolved": "node0"}, "fail", ["MASTER_ADDR=node0 cannot be resolved"]),
+    (checks.rendezvous, {"taken_port": "29500"}, "fail", ["MASTER_PORT=29500 is in use"]),
+    (checks.rendezvous, {"interfaces": ("lo", "eth0"), **environ(GLOO_SOCKET_IFNAME="ib0")}, "fail",
      ["names ib0, which this machine has not"]),
-    (host.rendezvous, environ(WORLD_SIZE="4"), "fail", ["WORLD_SIZE=4 and no MASTER_ADDR"]),
-    (host.rendezvous, {"interfaces": ("eth0",), **environ(
+    (checks.rendezvous, environ(WORLD_SIZE="4"), "fail", ["WORLD_SIZE=4 and no MASTER_ADDR"]),
+    (checks.rendezvous, {"interfaces": ("eth0",), **environ(
         GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="^docker", TORCHELASTIC_RUN_ID="a")}, "ok", ["torchrun"]),
-    (training.speeds, {}, "ok", ["stock DDP waits for 42 % of the device-seconds", "lightning-hetero-plan"]),
-    (training.speeds, {"cluster": None, "probe_problem": "the probe failed"}, "warn", ["the probe failed"]),
-    (training.links, {"cluster": cluster_from_plain(SLOW_LINK)}, "warn", ["from rank 0", "1 GB/s to 12 GB/s"]),
-    (training.links, {"cluster": cluster_from_plain({"devices": [{}]})}, "-", []),
-    (training.world_size, {}, "ok", ["devices: all there are, nodes: 1"]),
-    (training.world_size, {"devices": (NEW,), "devices_wanted": 2}, "fail",
+    (checks.speeds, {}, "ok", ["stock DDP waits for 42 % of the device-seconds", "lightning-hetero-plan"]),
+    (checks.speeds, {"cluster": None, "probe_problem": "the probe failed"}, "warn", ["the probe failed"]),
+    (checks.links, {"cluster": cluster_from_plain(SLOW_LINK)}, "warn", ["from rank 0", "1 GB/s to 12 GB/s"]),
+    (checks.links, {"cluster": cluster_from_plain({"devices": [{}]})}, "-", []),
+    (checks.world_size, {}, "ok", ["devices: all there are, nodes: 1"]),
+    (checks.world_size, {"devices": (NEW,), "devices_wanted": 2}, "fail",
      ["devices=2, but this machine shows 1 GPUs"]),
-    (training.world_size, {"devices_wanted": 2, **environ(LOCAL_WORLD_SIZE="4")}, "fail", ["torchrun has started 4"]),
-    (training.world_size, {"devices": (), "devices_wanted": 6, "nodes_wanted": 2,
+    (checks.world_size, {"devices_wanted": 2, **environ(LOCAL_WORLD_SIZE="4")}, "fail", ["torchrun has started 4"]),
+    (checks.world_size, {"devices": (), "devices_wanted": 6, "nodes_wanted": 2,
                            **environ(LOCAL_WORLD_SIZE="6", WORLD_SIZE="8")}, "warn",
      ["WORLD_SIZE=8, but num_nodes=2 nodes of 6 make 12"]),
-    (training.world_size, {"devices": (), "devices_wanted": 4, **environ(SLURM_TASKS_PER_NODE="6,1(x2)")}, "fail",
+    (checks.world_size, {"devices": (), "devices_wanted": 4, **environ(SLURM_TASKS_PER_NODE="6,1(x2)")}, "fail",
      ["SLURM has 6/1/1 tasks per node"]),
-    (training.world_size, {"devices": (), "devices_wanted": 6, **environ(SLURM_TASKS_PER_NODE="6,1(x2)")}, "ok",
+    (checks.world_size, {"devices": (), "devices_wanted": 6, **environ(SLURM_TASKS_PER_NODE="6,1(x2)")}, "ok",
      ["6 per node"]),
-    (training.parity, {}, "-", []),
-    (training.parity, gradients(("one process", 0.0), ("ddp", 1e-15), ("stale", 1e-15)), "ok", ["ten steps equal"]),
-    (training.parity, gradients(("one process", 0.0), ("balanced", 0.5)), "fail",
+    (checks.parity, {}, "-", []),
+    (checks.parity, gradients(("one process", 0.0), ("ddp", 1e-15), ("stale", 1e-15)), "ok", ["ten steps equal"]),
+    (checks.parity, gradients(("one process", 0.0), ("balanced", 0.5)), "fail",
      ["by 5.0e-01", "loss_reduction='sum'"]),
-    (training.parity, gradients(("one process", 0.0), ("pipeline", math.nan, "TypeError: no")), "warn",
+    (checks.parity, gradients(("one process", 0.0), ("pipeline", math.nan, "TypeError: no")), "warn",
      ["TypeError: no"]),
-    (training.parity, gradients(("ddp", math.nan, "no")), "fail", ["no"]),
-    (training.parity, gradients(("balanced", math.nan)), "fail", []),
-    (training.parity, gradients(("one process", 0.3), ("balanced", 0.3)), "warn", ["draws random numbers"]),
-    (training.parity, gradients(("one process", math.nan, "KeyError: 'x'")), "fail", ["KeyError: 'x'"]),
-    (training.verdict, {}, "-", []),
-    (training.verdict, gradients(("balanced", 1e-15), **CHOSEN), "ok", ["to train this way:\n\ntrainer = 1"]),
-    (training.verdict, gradients(("balanced", 0.5), **CHOSEN), "warn", ["gradients above"]),
-    (training.verdict, {"verdict": "strategy=ddp: fine", "engine": "ddp"}, "ok", ["strategy=ddp: fine"]),
+    (checks.parity, gradients(("ddp", math.nan, "no")), "fail", ["no"]),
+    (checks.parity, gradients(("balanced", math.nan)), "fail", []),
+    (checks.parity, gradients(("one process", 0.3), ("balanced", 0.3)), "warn", ["draws random numbers"]),
+    (checks.parity, gradients(("one process", math.nan, "KeyError: 'x'")), "fail", ["KeyError: 'x'"]),
+    (checks.verdict, {}, "-", []),
+    (checks.verdict, gradients(("balanced", 1e-15), **CHOSEN), "ok", ["to train this way:\n\ntrainer = 1"]),
+    (checks.verdict, gradients(("balanced", 0.5), **CHOSEN), "warn", ["gradients above"]),
+    (checks.verdict, {"verdict": "strategy=ddp: fine", "engine": "ddp"}, "ok", ["strategy=ddp: fine"]),
 ]  # fmt: skip
 
 
@@ -149,7 +163,7 @@ def test_what_a_check_finds(check: Any, facts: dict[str, Any], level: str, words
     assert all(finding.advice for finding in findings if finding.level != "ok"), said
 
 
-@pytest.mark.parametrize("check", training.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 def test_a_good_machine_has_no_complaint_and_every_complaint_says_what_to_do(check: Any) -> None:
     assert {finding.level for finding in check(BOX)} <= {"ok"}
     devices = (gpu("old", 3, 0, free=1.0), gpu("new", 9, 0))
@@ -162,4 +176,4 @@ def test_the_gravest_level_counts_and_checks_run_in_order() -> None:
     found = [warning("a", "t", "do"), failing("b", "u", "")]
     assert worst(found) == "fail" and findings_text(found) == "warn  a: t\n      -> do\nfail  b: u"
     facts = changed(BOX, **gradients(("one process", 0.0), ("ddp", 1e-15), verdict="x"))
-    assert training.examine(facts) == [finding for check in training.CHECKS for finding in check(facts)]
+    assert checks.examine(facts) == [finding for check in checks.CHECKS for finding in check(facts)]

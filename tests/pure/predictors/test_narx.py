@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.predictors import Kalman, Narx, Predictor
-from lightning_hetero.predictors import narx as narx_module
+from lightning_hetero.predictors import kalman as narx_module
 
 FIXED_S, PER_SAMPLE_S = 9e-3, 3e-3
 Series = list[tuple[float, float, float, float]]  # how slow, noise, free_cpu, free_mem

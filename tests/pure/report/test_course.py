@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hetero.record.run import run_of
-from lightning_hetero.report.course import last_metrics, losses_of, throughput_of
+from lightning_hetero.report.figures import last_metrics, losses_of, throughput_of
 from tests.pure.report.kit import events_of, logged, run_with
 
 SLOW = [[(8, 1.0, 2.0), (8, 3.0, 0.0)]] * 4

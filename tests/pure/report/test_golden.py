@@ -11,7 +11,7 @@ from lightning_hetero.cluster.score import last_lines
 from lightning_hetero.record import read_events
 from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import RecordedRun, run_of
-from lightning_hetero.report.what_if import alternatives_of
+from lightning_hetero.report.figures import alternatives_of
 
 RUNS = Path(__file__).parents[1] / "record" / "readme_runs"
 ENGINES = ("ddp", "balanced", "stale")

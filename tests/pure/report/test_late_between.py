@@ -8,9 +8,9 @@ import pytest
 
 from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import RecordedRun, run_of
+from lightning_hetero.report.figures import late_between
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.views import spent
-from lightning_hetero.report.scores import late_between
 from tests.pure.report.kit import events_of, run_with
 
 

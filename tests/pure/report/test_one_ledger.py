@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.cli.summary import comparison_table, rank_table
+from lightning_hetero.cli.report import comparison_table, rank_table
 from lightning_hetero.cluster.engine_times import would_take_s
 from lightning_hetero.cluster.score import last_lines
 from lightning_hetero.plan.planner import plan
@@ -19,10 +19,10 @@ from lightning_hetero.plan.setup import setup_from_run
 from lightning_hetero.record.costs import costs_of
 from lightning_hetero.record.ledger import Tally, ledger_of, samples_in, spent_together, waited_in
 from lightning_hetero.record.run import RecordedRun, run_of
+from lightning_hetero.report.figures import alternatives_of
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.verdict import milliseconds, percent
-from lightning_hetero.report.what_if import alternatives_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import Told, decision, events_of, opened, pipeline_run, run_with, stale_run
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_hetero.record.run import RecordedRun, RunChange
-from lightning_hetero.report.page.build import page_of
-from lightning_hetero.report.page.compare import names_of
+from lightning_hetero.report.page.build import names_of, page_of
+from lightning_hetero.report.page.charts import element, joined
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.page.markup import element, joined
 from tests.pure.report.kit import RUNS, SHOWN, balanced_run, run_with, stale_run
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from lightning_hetero.record.run import RecordedRun, run_of
-from lightning_hetero.report import perfetto
-from lightning_hetero.report.perfetto import perfetto_of
+from lightning_hetero.report import figures
+from lightning_hetero.report.figures import perfetto_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import RUNS, decision, opened, run_with
 
@@ -62,7 +62,7 @@ def test_no_slice_begins_before_the_run_or_overlaps_another_of_its_rank(name: st
 
 
 def test_of_a_long_run_the_last_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perfetto, "_MOST_TURNS", 4)
+    monkeypatch.setattr(figures, "_MOST_TURNS", 4)
     events = perfetto_of(run_with(STEPS, [decision(2, (10, 6))]))["traceEvents"]
     assert {e["args"]["step"] for e in events if e.get("name") == "work"} == {1, 2}
     assert [e["ts"] for e in events if e["ph"] == "i"] == [5e6]  # numbers of steps stay those of the run

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.record.ledger import ledger_of
-from lightning_hetero.report.pipelines import bubble, pipeline_of
-from lightning_hetero.report.what_if import alternatives_of
+from lightning_hetero.report.figures import alternatives_of, bubble, pipeline_of
 from tests.pure.report.kit import pipeline_run, run_with
 
 

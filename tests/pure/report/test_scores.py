@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_hetero.record.run import run_of
-from lightning_hetero.report.scores import scores_of
+from lightning_hetero.report.figures import scores_of
 from tests.pure.report.kit import events_of, run_with
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import RecordedRun
-from lightning_hetero.report.pipelines import pipeline_of
-from lightning_hetero.report.what_if import Alternatives, alternatives_of
+from lightning_hetero.report.figures import Alternatives, alternatives_of, pipeline_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import run_with
 

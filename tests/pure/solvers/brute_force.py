@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.solvers.chain.chain import DepthRule, chain_of
-from lightning_hetero.solvers.chain.layers import Layers, layers_of
+from lightning_hetero.solvers.chain.chain import DepthRule, Layers, chain_of, layers_of
 from lightning_hetero.solvers.chain.model import fitting_periods, times
 from lightning_hetero.types import Cluster, ModelCost
 

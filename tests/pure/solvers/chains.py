@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from lightning_hetero.solvers.chain.chain import DeviceChain
-from lightning_hetero.solvers.chain.layers import Layers
+from lightning_hetero.solvers.chain.chain import DeviceChain, Layers
 from lightning_hetero.types import Device, Link
 
 # Whole numbers make ties and exact fits, and zeros; others what is not exactly representable.

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.pipeline.depth import cumulative_depth, per_link_depth
-from lightning_hetero.solvers.chain.chain import DeviceChain, chain_of
-from lightning_hetero.solvers.chain.layers import Layers, layers_of
+from lightning_hetero.solvers.chain.chain import DeviceChain, Layers, chain_of, layers_of
 from lightning_hetero.solvers.chain.model import evaluate
-from lightning_hetero.solvers.chain.reasons import why_infeasible
-from lightning_hetero.solvers.chain.split import split
+from lightning_hetero.solvers.chain.split import split, why_infeasible
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost, Status
 from tests.pure.solvers.chains import all_cuts, chains, naive
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from lightning_hetero.solvers.chain.chain import DeviceChain
-from lightning_hetero.solvers.chain.layers import Layers
+from lightning_hetero.solvers.chain.chain import DeviceChain, Layers
 from lightning_hetero.solvers.chain.model import ChainPlan, evaluate
 from lightning_hetero.solvers.chain.split import split
 from lightning_hetero.types import Device, Link, Status

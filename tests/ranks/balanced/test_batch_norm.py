@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.balanced.runtime.pieces import least_samples
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.exact_models import Gan

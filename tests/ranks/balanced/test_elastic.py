@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import ShardedBalancedStrategy
-from lightning_hetero.balanced.fit.lost_ranks import SurvivingStep
+from lightning_hetero.balanced.fit.elastic_run import SurvivingStep
 from lightning_hetero.base.elastic.exchange import ElasticExchange
 from lightning_hetero.transport.base import ServerLostError
 from lightning_hetero.transport.groups import leave_default_group
@@ -39,7 +39,7 @@ def vanish(strategy: Any) -> None:
     roll = run.clients.roll
     if strategy.global_rank:
         roll._left.set()
-        roll._end_line()
+        roll._line.close()
     else:  # the store goes with its process
         roll._lines.close()
         strategy.members.hosted = None

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hetero import BalancePolicy
-from lightning_hetero.balanced.fit.earlier_runs import EarlierRuns
+from lightning_hetero.balanced.fit.beforehand import EarlierRuns
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.policy import Learned, ShareDecision
 from lightning_hetero.types import SpeedSample

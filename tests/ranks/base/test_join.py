@@ -24,8 +24,7 @@ from lightning_hetero.base.elastic import join
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.join import Coming, Invitation, JoiningRank, JoinRequests
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.transport.run_store import RunStore
-from lightning_hetero.transport.store import BoundedStore
+from lightning_hetero.transport.run_store import BoundedStore, RunStore
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
 from tests.ranks.kit import Toy, quiet_trainer, regression

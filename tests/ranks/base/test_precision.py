@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.utils.data import DataLoader
 
-from lightning_hetero.base import precision
-from lightning_hetero.base.precision import trained_dtype, warn_of_emulation
+from lightning_hetero.base import checks
+from lightning_hetero.base.checks import trained_dtype, warn_of_emulation
 from lightning_hetero.measure.device import HostDevice
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, balanced, rank_trainer, regression
@@ -44,7 +44,7 @@ class Old(HostDevice):
 
 
 def test_a_card_without_bfloat16_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "device_of", lambda device: Old(device))
+    monkeypatch.setattr(checks, "device_of", lambda device: Old(device))
     with pytest.warns(RuntimeWarning, match=r"rank 3 \(RTX 2080\) does not compute bfloat16.*'16-mixed'"):
         warn_of_emulation(MixedPrecision("bf16-mixed", "cpu"), CPU, 3)
     with warnings.catch_warnings():
@@ -53,7 +53,7 @@ def test_a_card_without_bfloat16_is_named_with_its_rank(monkeypatch: pytest.Monk
 
 
 def _fitted(rank: int, world: int) -> list[str]:
-    with patch.object(precision, "device_of", lambda device: Old(device)), warnings.catch_warnings(record=True) as said:
+    with patch.object(checks, "device_of", lambda device: Old(device)), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer = rank_trainer(rank, world, balanced(), max_steps=1, precision="bf16-mixed")
         trainer.fit(Toy(torch.float32), DataLoader(regression(16, dtype=torch.float32), batch_size=4))

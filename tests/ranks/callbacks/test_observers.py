@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroTrace, StragglerMonitor
 from lightning_hetero.callbacks import straggler
-from lightning_hetero.callbacks.observers import RAISES
-from lightning_hetero.callbacks.reporting import EventSource
+from lightning_hetero.callbacks.reporting import RAISES, EventSource
 from lightning_hetero.record import read_events
 from tests.ranks.callbacks.kit import WARNINGS, fit
 from tests.ranks.harness import run_ranks
@@ -70,7 +69,7 @@ def broken_monitor(rank: int, world: int, place: str, engine: str) -> tuple[int,
 
         return once
 
-    owner: Any = straggler if hasattr(straggler, place) else StragglerMonitor
+    owner: Any = next((o for o in (straggler.reporting, straggler) if hasattr(o, place)), StragglerMonitor)
     wrongs = patch.object(owner, place, wrong(getattr(owner, place)))
     strategy: Any = balanced() if engine == "balanced" else DDPStrategy(process_group_backend="gloo")
     here = rank == (0 if place in ("spent_together", "_values") else 1)

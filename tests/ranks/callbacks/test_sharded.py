@@ -32,8 +32,8 @@ from lightning_hetero.measure import kinds
 from lightning_hetero.record import read_events
 from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import run_of
+from lightning_hetero.report.figures import alternatives_of
 from lightning_hetero.report.verdict import verdict_of
-from lightning_hetero.report.what_if import alternatives_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, rank_trainer, regression
 

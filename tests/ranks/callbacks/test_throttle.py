@@ -82,7 +82,7 @@ def test_the_sleep_comes_before_the_backward_pass(tmp_path: Path) -> None:
     ],
 )
 def test_samples_are_counted_as_lightning_does(batch: Any, samples: int) -> None:
-    from lightning_hetero.callbacks.work import count_samples
+    from lightning_hetero.callbacks.reporting import count_samples
 
     trainer: Any = SimpleNamespace(strategy=object(), train_dataloader=None)
     assert count_samples(trainer, batch) == samples

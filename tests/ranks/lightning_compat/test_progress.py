@@ -1,4 +1,4 @@
-"""Pins what `lightning_compat.progress` reads and sets: the loops' counters."""
+"""Pins what `lightning_compat.loaders` reads and sets: the loops' counters."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.balanced.runtime.shard_state import load_whole
+from lightning_hetero.balanced.runtime.shard import load_whole
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, single
 from tests.ranks.resume_kit import BATCH, EXACT, Result, Saver, data, joined, plain_types

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_hetero.base.checks import naming_damage
-from lightning_hetero.lightning_compat.checkpoints import read_folder
+from lightning_hetero.lightning_compat.strategies import read_folder
 from tests.ranks.harness import process_context
 from tests.ranks.kit import rank_trainer
 from tests.ranks.resume_kit import loader

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_hetero.base.checks import naming_damage
-from lightning_hetero.lightning_compat.checkpoints import read_folder, written_last
+from lightning_hetero.lightning_compat.strategies import read_folder, written_last
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer
 from tests.ranks.resume_kit import BATCH, Fault, loader
@@ -193,4 +193,4 @@ def test_after_an_exception_all_ranks_save_or_none() -> None:
 
 def test_the_private_names_that_read_a_folder_are_those_of_these_versions() -> None:
     assert written_last("x").name == "meta.pt", f"Lightning {lightning.__version__}"
-    assert lightning.__version__.startswith(("2.5.", "2.6.")), "look again at lightning_compat/checkpoints.py"
+    assert lightning.__version__.startswith(("2.5.", "2.6.")), "look again at lightning_compat/strategies.py"

@@ -393,7 +393,7 @@ def test_without_descriptors_the_server_neither_spins_nor_dies(silent: int, monk
 
 def test_a_server_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_place("shared_memory") as place:
-        monkeypatch.setattr(link_module, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+        monkeypatch.setattr(link_module.sockets, "peer_credentials", lambda connection: (1, os.getuid() + 1))
         with pytest.raises(ConnectionRefusedError, match=f"of user {os.getuid() + 1}"):
             connect(place.address, 0)
 

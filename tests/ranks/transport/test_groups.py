@@ -53,7 +53,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torchmetrics import MeanMetric
 from lightning_hetero.stale.runtime.fork import fork_server
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.run_store import host_store
 from lightning_hetero.transport.groups import leave_default_group, rebuild_default_group
 
 TIMEOUT = timedelta(seconds=100)

@@ -18,8 +18,7 @@ from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError,
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.membership import Met
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, RollCall
-from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.run_store import RunStore, SignedStore, StoreAddress, host_store
 from tests.ranks.transport.kit import run_script
 
 pytestmark = pytest.mark.ranks
@@ -220,7 +219,7 @@ from datetime import timedelta
 from pathlib import Path
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall
 from lightning_hetero.transport.run_store import RunStore, StoreAddress
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.run_store import host_store
 
 LIVENESS_S, ROUNDS = 1.0, 12
 os.setsid()

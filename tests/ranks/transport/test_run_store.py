@@ -100,7 +100,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
 
 _LEFT_ALONE = """
 import threading
-from lightning_hetero.transport.aside import Aside
+from lightning_hetero.transport.awake import Aside
 begun, answers = threading.Event(), threading.Event()
 def ask():
     begun.set()

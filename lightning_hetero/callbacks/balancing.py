@@ -1,4 +1,9 @@
-"""`HeteroBatchSizeFinder`: Lightning's ``BatchSizeFinder`` for several devices (layer L)."""
+"""Callbacks for hetero_balanced (layer L).
+
+`HeteroBatchSizeFinder`: Lightning's ``BatchSizeFinder`` for several devices.
+
+`BatchRebalancer`: the handle on the balanced engine's policy.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 
 from lightning_hetero.callbacks.reporting import Reporting
+from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.shares.size_search import SizeMode, SizeSearch
 
 
@@ -85,3 +91,31 @@ class HeteroBatchSizeFinder(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.sizes = tuple(state_dict["sizes"])
+
+
+class BatchRebalancer(Callback):
+    """Holds the policy that re-sizes batches; without one among the Trainer's callbacks the strategy makes its own.
+
+    Give your own to replace the policy, or switch off the one in charge (``trainer.strategy.rebalancer``) at any time,
+    on all ranks, with ``enabled = False``: shares then stay unchanged.
+
+    Args:
+        policy: what decides the shares; ``None``: the strategy's.
+        enabled: whether to re-size at all.
+    """
+
+    def __init__(self, policy: BalancePolicy | None = None, *, enabled: bool = True) -> None:
+        self.policy, self.enabled = policy, enabled
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        if stage == "fit" and getattr(strategy, "engine", None) not in ("balanced", "sharded"):
+            raise TypeError(
+                f"BatchRebalancer needs strategy='hetero_balanced' or 'hetero_sharded', but the Trainer has"
+                f" {type(strategy).__name__}; change the strategy or remove the callback"
+            )
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples per rank of a full batch, as now decided; empty before training."""
+        return self.policy.shares if self.policy is not None else ()
