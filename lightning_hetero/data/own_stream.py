@@ -8,7 +8,7 @@ Used by engines in which a rank learns only afterwards whether its samples have 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NoReturn
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.data.copies import BatchFeed, LazyIterator
 from lightning_hetero.data.dropped import watch_drops
-from lightning_hetero.data.order import Channel
 from lightning_hetero.data.stream import raise_no_length, uncollated
 from lightning_hetero.measure.device import page_locked
 
@@ -69,10 +68,14 @@ class OwnStream:
             self.through = len(self._ahead) < self._reserve
             self._dummy = self._dummy or list(islice(self._ahead, 1))
 
-    def share_dummy(self, channel: Channel) -> None:
-        """Takes another rank's sample for a rank that has never had any; a collective."""
-        kept: list[list[Any]] = channel.all_gather_object(self._dummy)
-        self._dummy = self._dummy or next(filter(None, kept), [])
+    @property
+    def has_dummy(self) -> bool:
+        """Whether it has had a sample."""
+        return bool(self._dummy)
+
+    def share_dummy(self, gather: Callable[[object], Sequence[list[Any]]]) -> None:
+        """Takes another rank's sample for a rank that has never had any; ``gather`` is a collective."""
+        self._dummy = self._dummy or next(filter(None, gather(self._dummy)), [])
 
     def next(self, samples: int) -> Any:
         """Returns the collated batch of the next so many samples, which are read."""
@@ -89,9 +92,9 @@ class OwnStream:
             self._ahead.extendleft(reversed(self._taken))
         self._taken.clear()
 
-    def dummy(self) -> Any:
-        """Returns a batch of one sample, for a step that must count nothing."""
-        return self.loader.collate_fn(self._dummy)
+    def dummy(self, samples: int = 1) -> Any:
+        """Returns a batch of copies of one sample, for a step that must count nothing."""
+        return self.loader.collate_fn(self._dummy * samples)
 
 
 @dataclass(frozen=True, slots=True)

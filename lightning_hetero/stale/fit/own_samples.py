@@ -63,7 +63,7 @@ class OwnSamples(OwnStream):
             raise RuntimeError(f"the stream of rank {failing[0]} fails at its begin, see its error")
         streams = [Stream(other, read, through, used[other]) for other, read, through in told]
         if any(stream.read == stream.used for stream in streams):  # perhaps it has never had one for its dummy
-            self.share_dummy(self._channel)
+            self.share_dummy(self._channel.all_gather_object)
         return Streams.numbers(
             self.batch_of_all, most, drop_last=self.loader.drop_last, first=first, streams=streams
         )
