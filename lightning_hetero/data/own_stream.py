@@ -75,7 +75,8 @@ class OwnStream:
 
     def share_dummy(self, gather: Callable[[object], Sequence[list[Any]]]) -> None:
         """Takes another rank's sample for a rank that has never had any; ``gather`` is a collective."""
-        self._dummy = self._dummy or next(filter(None, gather(self._dummy)), [])
+        kept = gather(self._dummy)
+        self._dummy = self._dummy or next(filter(None, kept), [])
 
     def next(self, samples: int) -> Any:
         """Returns the collated batch of the next so many samples, which are read."""
@@ -95,6 +96,25 @@ class OwnStream:
     def dummy(self, samples: int = 1) -> Any:
         """Returns a batch of copies of one sample, for a step that must count nothing."""
         return self.loader.collate_fn(self._dummy * samples)
+
+
+def read_together(rank: int, gather: Callable[[object], Sequence[Any]], read: Callable[[], Any]) -> list[Any]:
+    """Returns what each rank's reading returns, which is not None; a collective, also where a stream fails.
+
+    Raises:
+        RuntimeError: another rank's stream fails.
+    """
+    mine, error = None, None
+    try:
+        mine = read()
+    except Exception as failed:
+        error = failed
+    told = dict(gather((rank, mine)))
+    if error is not None:
+        raise error
+    if failing := [other for other, value in told.items() if value is None]:
+        raise RuntimeError(f"the stream of rank {failing[0]} fails at its begin, see its error")
+    return list(told.values())
 
 
 @dataclass(frozen=True, slots=True)

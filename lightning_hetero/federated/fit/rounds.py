@@ -18,6 +18,7 @@ from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.base.run import EventLog
+from lightning_hetero.data.own_stream import read_together
 from lightning_hetero.data.stream import raise_unknown_place
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg
 from lightning_hetero.federated.decide.rounds import Client, ClientRow, Course, RoundPlan, spread, step_report
@@ -234,25 +235,30 @@ class Rounds:
         accumulate = trainer.accumulate_grad_batches
         self.course = course = Course(self._channel.rank, self._ends(), batches, accumulate=accumulate)
         first, stream = compat.upcoming_batch(trainer), self.binder.stream
-        course.began = min(first, self._began or 0)
-        self._began, self._steps.trained = None, False
-        if not first and (stream or not again) and self.binder.place.taken:  # an epoch cut short
+        # Behind the last batch of an epoch without a length Lightning goes on counting.
+        fresh = not first or (stream is not None and compat.last_batch_done(trainer))
+        course.began = first if fresh else min(first, self._began or 0)
+        self._began, self._steps.trained, self._looked = None, False, None
+        if fresh and (stream is not None or not again) and self.binder.place.taken:  # an epoch cut short
             self.binder.place = DataPlace(self.binder.place.passes + 1)
-        if stream is not None:
-            if first and not self.binder.placed:
-                raise_unknown_place(first)
-            stream.begin(self.binder.place.taken)
-            self._looked = None
+        if not (fresh or stream is None or self.binder.placed):
+            raise_unknown_place(first)
         self._averaging.remember()
         return course
 
     def _look(self, course: Course, stream: ClientStream) -> None:
         """Reads ahead for the plan, unless that is done; all tell how much their streams have left. A collective."""
         while self._looked != (now := (self.plan, self._ranks)):
-            self._looked, plan, rank = now, now[0], course.rank
+            begins, self._looked, plan, rank = self._looked is None, now, now[0], course.rank
             batches = self._trainer.accumulate_grad_batches * plan.steps[rank]
-            left = stream.look(batches, plan.sizes[rank], self._least if self._settings.policy.resizes else 1)
-            told = self.gathered("what is left of each stream", (left, stream.has_dummy))
+            least = self._least if self._settings.policy.resizes else 1
+
+            def look() -> tuple[int, bool]:
+                if begins:
+                    stream.begin(self.binder.place.taken)
+                return stream.look(batches, plan.sizes[rank], least), stream.has_dummy
+
+            told = read_together(self._members.rank, partial(self.gathered, "what is left of each stream"), look)
             if not all(has for _, has in told):
                 stream.share_dummy(partial(self.gathered, "a sample for who has none"))
             if self._looked == (self.plan, self._ranks):
