@@ -68,11 +68,6 @@ class OwnStream:
             self.through = len(self._ahead) < self._reserve
             self._dummy = self._dummy or list(islice(self._ahead, 1))
 
-    @property
-    def has_dummy(self) -> bool:
-        """Whether it has had a sample."""
-        return bool(self._dummy)
-
     def share_dummy(self, gather: Callable[[object], Sequence[list[Any]]]) -> None:
         """Takes another rank's sample for a rank that has never had any; ``gather`` is a collective."""
         kept = gather(self._dummy)

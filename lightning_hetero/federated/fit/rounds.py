@@ -117,15 +117,15 @@ class Rounds:
 
     def _opened(self, mine: Client) -> int:
         """Opens the policy for what the ranks train on; returns the batches of an epoch. A collective."""
-        self.binder.clients = {self._members.rank: mine}
+        self.binder.clients, policy = {self._members.rank: mine}, self._settings.policy
+        again = isinstance(policy, FedAvg) and policy.again
         if self._members.joining:
             assert self.clients is not None
-            check_data([mine])
+            check_data([mine], joining=True, again=again)
             self.clients.admission.come_in()
         self._exchange()
-        clients, policy = self.binder.clients.values(), self._settings.policy
-        again = isinstance(policy, FedAvg) and policy.again
-        streams = check_data(list(clients), joining=self._members.joining, again=again)
+        clients = self.binder.clients.values()
+        streams = check_data(list(clients), again=again)
         batches = {client.batches for client in clients}
         rests = streams or (not policy.again and len(batches) > 1) or isinstance(policy, AdaptiveSteps)
         if rests and not self._trainer.lightning_module.automatic_optimization:
@@ -223,7 +223,7 @@ class Rounds:
             elif not self._passes_over(course):
                 batch = next(drawn)[0] if stream is None else stream.dummy(self._least)
             if over := course.batch >= course.last:
-                del drawn
+                drawn = iter(())
                 if stream is not None:
                     compat.last_is_fetched(self._trainer)
             yield batch
@@ -248,21 +248,22 @@ class Rounds:
 
     def _look(self, course: Course, stream: ClientStream) -> None:
         """Reads ahead for the plan, unless that is done; all tell how much their streams have left. A collective."""
+        gather = partial(self.gathered, "what is left of each stream")
         while self._looked != (now := (self.plan, self._ranks)):
-            begins, self._looked, plan, rank = self._looked is None, now, now[0], course.rank
-            batches = self._trainer.accumulate_grad_batches * plan.steps[rank]
-            least = self._least if self._settings.policy.resizes else 1
-
-            def look() -> tuple[int, bool]:
-                if begins:
-                    stream.begin(self.binder.place.taken)
-                return stream.look(batches, plan.sizes[rank], least), stream.has_dummy
-
-            told = read_together(self._members.rank, partial(self.gathered, "what is left of each stream"), look)
-            if not all(has for _, has in told):
+            told = read_together(self._members.rank, gather, partial(self._read, stream, begins=self._looked is None))
+            self._looked = now
+            if 0 in told:  # perhaps it has never had one for its dummy
                 stream.share_dummy(partial(self.gathered, "a sample for who has none"))
-            if self._looked == (self.plan, self._ranks):
-                course.hear(plan, course.batch, [batches for batches, _ in told])
+            if now == (self.plan, self._ranks):
+                course.hear(now[0], course.batch, told)
+
+    def _read(self, stream: ClientStream, *, begins: bool) -> int:
+        """Reads what this rank's part in a round needs; returns how many batches are left."""
+        plan, policy = self.plan, self._settings.policy
+        if begins:
+            stream.begin(self.binder.place.taken)
+        batches = self._trainer.accumulate_grad_batches * plan.steps[self._channel.rank]
+        return stream.look(batches, self._size(), self._least if policy.resizes else 1)
 
     def hear(self, rows: Sequence[ClientRow]) -> None:
         """The ranks have met, and have told what is left of their streams."""

@@ -68,7 +68,7 @@ class FederatedSettings:
             )
 
 
-def check_data(clients: Sequence[Client], *, joining: bool, again: bool) -> bool:
+def check_data(clients: Sequence[Client], *, joining: bool = False, again: bool) -> bool:
     """Refuses a rank without data, and what streams cannot do; returns whether these are streams.
 
     Args:

@@ -75,9 +75,9 @@ class OwnSamples(OwnStream):
         del due
         return self.next(size(spans))
 
-    def dummy(self, *, due: int = 0) -> Any:
+    def dummy(self, samples: int = 1, *, due: int = 0) -> Any:
         del due
-        return super().dummy()
+        return super().dummy(samples)
 
     def hint(self, span: tuple[int, int]) -> None:
         """Nothing is fetched ahead by position."""

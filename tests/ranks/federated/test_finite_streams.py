@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_hetero.base.setup import CHECKPOINT_KEY
-from lightning_hetero.federated.decide.rounds import RoundPlan
+from lightning_hetero.federated.decide.rounds import UNCOUNTED, Client, RoundPlan
+from lightning_hetero.federated.fit.settings import check_data
 from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.data.indexed import Looking, by_name, indexed
 from tests.ranks.data.own_streams import APART, BATCH, LENGTHS, WORLD, Iterating, Own, loader
@@ -70,7 +71,7 @@ class Steps(FedAvg):
 STEPS = (3, 1, 2)
 
 
-def train(rank: int, world: int, data: Any, module: Noting | None = None, *, strategy: Any = None, **kwargs: Any) -> Seen:
+def train(rank: int, world: int, data: Any, module: Any = None, *, strategy: Any = None, **kwargs: Any) -> Seen:
     given = {"local_steps": TAU, "stream": "finite", **(strategy or {})}
     kwargs.setdefault("max_epochs", EPOCHS)
     module, trainer = fit(rank, world, federated(**given), data, module=module or Noting(), **kwargs)
@@ -248,13 +249,6 @@ class ByHand(Noting):
         self.automatic_optimization = False
 
 
-class Joining(Callback):
-    """As on a rank that comes again."""
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.members.joining = True
-
-
 def ends(rank: int, world: int) -> dict[str, str]:
     def said(data: Any, module: Any = Noting, **kwargs: Any) -> str:
         try:
@@ -295,6 +289,11 @@ def all_ends() -> dict[str, list[str]]:
 )
 def test_all_ranks_are_told_the_same(name: str, words: str) -> None:
     assert all(words in said for said in all_ends()[name]), all_ends()[name]
+
+
+def test_a_rank_that_comes_again_has_lost_a_part_of_its_stream() -> None:
+    with pytest.raises(TypeError, match="of which a rank that comes again has lost a part"):
+        check_data([Client(UNCOUNTED, BATCH, UNCOUNTED)], joining=True, again=False)
 
 
 def test_a_stream_that_fails_at_its_begin_ends_the_run_on_all_ranks() -> None:
