@@ -40,7 +40,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
     Attributes:
         place: of this rank in its data, behind the last batch that it trained on.
         placed: whether a checkpoint has said so.
-        stream: this rank's finite stream; None: it has none.
+        stream: this rank's finite stream; None: its data are map-style.
         clients: what each rank that is there trains on, by rank, as far as it is known.
         asked_batch: samples of all ranks per local step, if the user has said so.
     """

@@ -184,7 +184,7 @@ class Rounds:
         return 2 if any(isinstance(layer, _BatchNorm) for layer in self._trainer.lightning_module.modules()) else 1
 
     def _ends(self) -> list[float]:
-        """Returns by rank before which batch it is through; of streams that is told."""
+        """Returns by rank before which batch it is through; streams say it later."""
         window, clients = self._trainer.accumulate_grad_batches, self.binder.clients.values()
         again = self._settings.policy.again
         return [math.inf if again else -(-client.batches // window) * window for client in clients]
@@ -247,13 +247,13 @@ class Rounds:
         return course
 
     def _look(self, course: Course, stream: ClientStream) -> None:
-        """Reads ahead for the plan, unless that is done; all tell how much their streams have left. A collective."""
+        """Reads ahead for the plan, unless that is done; the ranks exchange what is left. A collective."""
         gather = partial(self.gathered, "what is left of each stream")
         while self._looked != (now := (self.plan, self._ranks)):
             told = read_together(self._members.rank, gather, partial(self._read, stream, begins=self._looked is None))
             self._looked = now
-            if 0 in told:  # perhaps it has never had one for its dummy
-                stream.share_dummy(partial(self.gathered, "a sample for who has none"))
+            if 0 in told:  # perhaps it has no sample for its dummy batch
+                stream.share_dummy(partial(self.gathered, "a sample for a dummy batch"))
             if now == (self.plan, self._ranks):
                 course.hear(now[0], course.batch, told)
 
