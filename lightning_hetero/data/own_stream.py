@@ -8,7 +8,7 @@ Used by engines in which a rank learns only afterwards whether its samples have 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NoReturn
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.data.copies import BatchFeed, LazyIterator
 from lightning_hetero.data.dropped import watch_drops
-from lightning_hetero.data.order import Channel
 from lightning_hetero.data.stream import raise_no_length, uncollated
 from lightning_hetero.measure.device import page_locked
 
@@ -69,9 +68,9 @@ class OwnStream:
             self.through = len(self._ahead) < self._reserve
             self._dummy = self._dummy or list(islice(self._ahead, 1))
 
-    def share_dummy(self, channel: Channel) -> None:
-        """Takes another rank's sample for a rank that has never had any; a collective."""
-        kept: list[list[Any]] = channel.all_gather_object(self._dummy)
+    def share_dummy(self, gather: Callable[[object], Sequence[list[Any]]]) -> None:
+        """Takes another rank's sample for a rank that has never had any; ``gather`` is a collective."""
+        kept = gather(self._dummy)
         self._dummy = self._dummy or next(filter(None, kept), [])
 
     def next(self, samples: int) -> Any:
@@ -89,9 +88,28 @@ class OwnStream:
             self._ahead.extendleft(reversed(self._taken))
         self._taken.clear()
 
-    def dummy(self) -> Any:
-        """Returns a batch of one sample, for a step that must count nothing."""
-        return self.loader.collate_fn(self._dummy)
+    def dummy(self, samples: int = 1) -> Any:
+        """Returns a batch of copies of one sample, for a step that must count nothing."""
+        return self.loader.collate_fn(self._dummy * samples)
+
+
+def read_together(rank: int, gather: Callable[[object], Sequence[Any]], read: Callable[[], Any]) -> list[Any]:
+    """Returns what each rank's reading returns, which is not None; a collective, also where a stream fails.
+
+    Raises:
+        RuntimeError: another rank's stream fails.
+    """
+    mine, error = None, None
+    try:
+        mine = read()
+    except Exception as failed:
+        error = failed
+    told = dict(gather((rank, mine)))
+    if error is not None:
+        raise error
+    if failing := [other for other, value in told.items() if value is None]:
+        raise RuntimeError(f"the stream of rank {failing[0]} fails at its begin, see its error")
+    return list(told.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.arguments import BatchSampling, BatchWeight, DDPArguments
-from lightning_hetero.base.checks import check_counts
+from lightning_hetero.base.checks import check_choice, check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.metrics import is_mean
 from lightning_hetero.checked import real
@@ -52,6 +52,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
             ``None``: a lost rank ends the run, as under DDP.
         liveness_s: with ``min_clients``, silence after which a rank is left out where the others meet.
+        stream: what an `IterableDataset` is: ``"finite"``: each rank's own stream, of any length; ``None``: refused.
         global_batch_size: samples of all ranks per local step, where the policy re-sizes batches; ``None``: the sum of
             the ranks' own batch sizes.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
@@ -84,6 +85,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         proximal: float = 0.0,
         min_clients: int | None = None,
         liveness_s: float = 30.0,
+        stream: Literal["finite"] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],
@@ -95,6 +97,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         if self.shared.own_data is False:
             raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
+        check_choice("stream", stream, (None, "finite"), why=": each rank trains on its own data")
         self.bounds = ShareBounds(lower=min_samples, upper=max_samples)
         self.policy = policy = by_name(policy) if isinstance(policy, str) else policy
         if not isinstance(policy, RoundPolicy):
@@ -102,7 +105,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         self.settings = FederatedSettings(
             local_steps=local_steps, policy=policy, min_samples=min_samples, max_samples=max_samples,
             server=None if server is None else ServerStep(server), proximal=real("proximal", proximal),
-            min_clients=min_clients, liveness_s=real("liveness_s", liveness_s, above=True),
+            min_clients=min_clients, liveness_s=real("liveness_s", liveness_s, above=True), stream=stream,
         )  # fmt: skip
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -156,6 +159,11 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         run = self._run
         with nullcontext() if run is None else run.dummy_guard():
             return super().training_step(*args, **kwargs)
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether a local step ends before Lightning counts it: with the rank's stream, within a window of batches."""
+        return self._run is not None and self._run.cuts_step
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)

@@ -3,6 +3,8 @@
     batch      one of Lightning's loop, on all ranks: a local step (or a part of one), or nothing
     round      batches up to the next average; ``accumulate`` of them make a local step
     epoch      as many batches as the rank with most of them has; it ends with an average
+    stream     each rank reads a round ahead; how many batches it has left travels when ranks meet, so that all know
+               the epoch's last batch before the round in which it is
 
 Because a rest is a batch, too, Lightning's counters agree on all ranks, and all that it derives from them: where it
 validates, saves, moves schedulers, and stops.
@@ -11,6 +13,7 @@ validates, saves, moves schedulers, and stops.
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +21,12 @@ from typing import NamedTuple
 
 from lightning_hetero.types import SpeedSample, StepReport
 
+UNCOUNTED = sys.maxsize
+"""Samples and batches of a finite stream, which nobody knows before its end."""
+
 
 class Client(NamedTuple):
-    """What one rank trains on.
+    """What one rank trains on; of a finite stream ``samples`` and ``batches`` are `UNCOUNTED`.
 
     Attributes:
         samples: of one pass over its data.
@@ -60,6 +66,7 @@ class ClientRow(NamedTuple):
         passes, taken: its place in the data, see `lightning_hetero.federated.runtime.own.DataPlace`.
         digest: of what must be equal on all ranks.
         states: digest of what its optimizers hold, which may differ.
+        left: batches of its finite stream that come, of which one more than in a round counts as many.
         sigterm: whether it was asked to stop.
         requeue: number of the signal by which SLURM has asked rank 0 for the job to be requeued; 0: it has not.
     """
@@ -76,6 +83,7 @@ class ClientRow(NamedTuple):
     taken: float
     digest: float
     states: float
+    left: float
     sigterm: float
     requeue: float
 
@@ -127,46 +135,74 @@ def spread(values: Sequence[int], present: Sequence[int], world_size: int) -> tu
     return tuple(known.get(rank, 0) for rank in range(world_size))
 
 
+def cut_stream(samples: int, size: int, *, least: int, drop_last: bool) -> tuple[int, int]:
+    """Returns the number of batches that a rank makes of the last samples of its stream, and the size of the first.
+
+    Args:
+        samples: that are left.
+        size: of a batch.
+        least: of any batch, at most ``size``; so the batch before the last may be smaller, or the last one larger.
+        drop_last: leave out a last batch that is not whole.
+    """
+    if drop_last:
+        return samples // size, size
+    batches = min(-(-samples // size), max(1, samples // least))
+    return batches, samples if batches == 1 else min(size, samples - (batches - 1) * least)
+
+
 class Course:
-    """Which batches of an epoch this rank trains in, and where rounds end; the same rounds on all ranks.
+    """Which batches of an epoch the ranks train in, and where rounds end; the same rounds on all ranks.
 
     Args:
         rank: this rank's place among those that are there.
-        own: batches of this rank's data.
+        ends: by rank, the batch before which its data are through and it rests until the epoch ends; inf: it does not.
         batches: of the epoch, or of what Lightning trains of it.
-        again: whether a rank whose data are through begins them again; else it rests until the epoch ends.
         accumulate: batches of a local step.
 
     Attributes:
-        rank: as given; another one when ranks are lost or come.
+        rank, ends: as given; others when ranks are lost or come.
         last: number of the last batch.
         batch: number of the batch that runs.
         began: batch in which the round began.
     """
 
-    def __init__(self, rank: int, own: int, batches: int, *, again: bool, accumulate: int = 1) -> None:
-        self.rank, self.last = rank, batches - 1
+    def __init__(self, rank: int, ends: Sequence[float], batches: int, *, accumulate: int = 1) -> None:
+        self.rank, self.ends, self.last = rank, ends, batches - 1
         self.batch = self.began = 0
-        self._accumulate = accumulate
-        self._windows = math.inf if again else -(-own // accumulate)
+        self._accumulate, self._most = accumulate, batches
 
     @property
     def step(self) -> int:
         """Number of the local step within the round."""
         return (self.batch - self.began) // self._accumulate
 
-    def trains(self, plan: RoundPlan) -> bool:
-        """Returns whether this rank trains in the batch."""
-        return self.step < plan.steps[self.rank] and self.batch // self._accumulate < self._windows
+    def trains(self, plan: RoundPlan, rank: int) -> bool:
+        """Returns whether a rank trains in the batch."""
+        return self.step < plan.steps[rank] and self.batch < self.ends[rank]
+
+    def hear(self, plan: RoundPlan, first: int, left: Sequence[int]) -> None:
+        """Takes how many batches of the ranks' streams are left from batch ``first`` on, see `ClientRow`."""
+        ends = [self.began + self._accumulate * steps for steps in plan.steps]  # of the ranks' part in the round
+        self.ends = [
+            first + batches if batches <= max(0, end - first) else math.inf
+            for end, batches in zip(ends, left, strict=True)
+        ]
+        self.last = int(min(self._most, max(self.ends))) - 1
 
     def ends_round(self, plan: RoundPlan) -> bool:
-        """Returns whether the ranks meet after the batch."""
-        return self.batch >= self.last or self.batch - self.began + 1 >= self._accumulate * max(plan.steps)
+        """Returns whether the ranks meet after the batch: all have made their steps, or are through."""
+        parts = (min(self._accumulate * n, end - self.began) for n, end in zip(plan.steps, self.ends, strict=True))
+        return self.batch >= self.last or (self.ends_step and self.batch + 1 - self.began >= max(parts))
 
     @property
     def ends_step(self) -> bool:
         """Whether Lightning counts an optimizer step for the batch."""
         return self.batch >= self.last or (self.batch + 1) % self._accumulate == 0
+
+    @property
+    def cuts_step(self) -> bool:
+        """Whether this rank makes its step now, since its stream ends with the batch; Lightning counts it later."""
+        return self.batch + 1 == self.ends[self.rank] and not self.ends_step
 
 
 # ---- for loggers and reports ----------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,13 +18,15 @@ from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.elastic.run_meetings import RunMeetings
 from lightning_hetero.base.run import EventLog
-from lightning_hetero.federated.decide.policy import AdaptiveSteps
+from lightning_hetero.data.own_stream import read_together
+from lightning_hetero.data.stream import raise_unknown_place
+from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg
 from lightning_hetero.federated.decide.rounds import Client, ClientRow, Course, RoundPlan, spread, step_report
 from lightning_hetero.federated.fit.averaging import Averaging
-from lightning_hetero.federated.fit.loaders import OwnBinder
+from lightning_hetero.federated.fit.loaders import OwnBinder, Reading
 from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.settings import FederatedSettings, check_data
-from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches
+from lightning_hetero.federated.runtime.own import ClientStream, DataPlace
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import StepReport
 
@@ -55,7 +58,9 @@ class Rounds:
         self._trainer, self._channel, self._settings, self._members = trainer, channel, settings, members
         self._steps, self._averaging, self._events = steps, averaging, events
         size = self._size if settings.policy.resizes else None
-        self.binder = OwnBinder(trainer, channel, shared, opened=self._opened, epoch=self._epoch, size=size)
+        self.binder = OwnBinder(
+            trainer, channel, shared, settings.stream, opened=self._opened, epoch=self._epoch, size=size
+        )
         self.clients: RunMeetings | None = None
         self.number = 0
         self.course: Course | None = None
@@ -63,6 +68,7 @@ class Rounds:
         self._batches: int | None = None  # of an epoch
         self._began: int | None = None  # batch of the round's begin, of a checkpoint
         self._ranks: tuple[int, ...] = ()  # among which the policy divides, ascending; empty before it does
+        self._looked: tuple[RoundPlan, tuple[int, ...]] | None = None  # for which streams are read ahead
 
     @property
     def plan(self) -> RoundPlan:
@@ -111,21 +117,22 @@ class Rounds:
 
     def _opened(self, mine: Client) -> int:
         """Opens the policy for what the ranks train on; returns the batches of an epoch. A collective."""
-        self.binder.clients = {self._members.rank: mine}
+        self.binder.clients, policy = {self._members.rank: mine}, self._settings.policy
+        again = isinstance(policy, FedAvg) and policy.again
         if self._members.joining:
             assert self.clients is not None
-            check_data([mine])
+            check_data([mine], joining=True, again=again)
             self.clients.admission.come_in()
         self._exchange()
-        clients, policy = self.binder.clients.values(), self._settings.policy
-        check_data(list(clients))
+        clients = self.binder.clients.values()
+        streams = check_data(list(clients), again=again)
         batches = {client.batches for client in clients}
-        rests = (not policy.again and len(batches) > 1) or isinstance(policy, AdaptiveSteps)
+        rests = streams or (not policy.again and len(batches) > 1) or isinstance(policy, AdaptiveSteps)
         if rests and not self._trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 "with manual optimization no rank can rest, because only user code counts its steps: here ranks rest"
                 " (by policy='adaptive_steps', or because data of different lengths are through at different times)."
-                " Use policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
+                " Use map-style datasets with policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
             )
         if not (self._members.joining and self._batches):
             self._batches = max(batches)
@@ -156,11 +163,10 @@ class Rounds:
         for i, given in enumerate(bounds):  # per rank, as the fit began
             if isinstance(given, Sequence) and len(given) == self._trainer.world_size:
                 bounds[i] = [given[rank] for rank in self._ranks]
-        layers = self._trainer.lightning_module.modules()
         settings.policy.start(
             list(self.binder.clients.values()), local_steps=settings.local_steps, lower=bounds[0], upper=bounds[1],
             total=self.binder.asked_batch,
-            least=2 if any(isinstance(layer, _BatchNorm) for layer in layers) else 1,
+            least=self._least,
         )  # fmt: skip
 
     def _divide_again(self, why: str) -> None:
@@ -169,8 +175,19 @@ class Rounds:
         self._settings.policy.keep([old.index(rank) if rank in old else None for rank in now])
         self._divide()
         if self.course is not None:
-            self.course.rank = self._channel.rank
+            self.course.rank, self.course.ends = self._channel.rank, self._ends()
         self._note_plan(why)
+
+    @property
+    def _least(self) -> int:
+        """Samples that any batch has."""
+        return 2 if any(isinstance(layer, _BatchNorm) for layer in self._trainer.lightning_module.modules()) else 1
+
+    def _ends(self) -> list[float]:
+        """Returns by rank before which batch it is through; streams say it later."""
+        window, clients = self._trainer.accumulate_grad_batches, self.binder.clients.values()
+        again = self._settings.policy.again
+        return [math.inf if again else -(-client.batches // window) * window for client in clients]
 
     def _let_in(self) -> None:
         """Where a round begins: takes in the ranks that have come again."""
@@ -189,52 +206,80 @@ class Rounds:
         """Returns the samples of the next batch to be drawn."""
         return self.plan.sizes[self._channel.rank]
 
-    def _epoch(self, sampler: OwnBatches, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _epoch(self, read: Reading) -> Iterator[Any]:
         """Yields the batches of the epoch from where Lightning's counters stand; None: this rank is idle.
 
         Args:
-            sampler: draws and notes the batches.
-            own: begins the loader's own iteration, which ends, and its workers with it, behind the last batch.
+            read: begins the reading, which ends, and the loader's workers with it, with the last batch.
         """
-        course = self._begin_epoch()
-        issued = sampler.begin(self.binder.place)
-        batches: Iterator[Any] | None = None
-        assert self._batches is not None
-        for left in reversed(range(self._batches)):
+        course, stream = self._begin_epoch(), self.binder.stream
+        drawn, over = read(self.binder.place), False
+        while not over:
             trains, batch = self._begin_batch(course), None
-            if trains or not self._passes_over(course):
-                batches = own() if batches is None else batches
-                batch = next(batches)
-                note = issued.popleft()
-                self._steps.samples = note.samples if trains else 0
-                if trains:
-                    self.binder.place = note.after
-            if not left:
-                batches = None
+            if course.batch > course.last:  # nothing is left of any stream
+                return
+            if trains:
+                batch, (self._steps.samples, self.binder.place) = next(drawn)
+            elif not self._passes_over(course):
+                batch = next(drawn)[0] if stream is None else stream.dummy(self._least)
+            if over := course.batch >= course.last:
+                drawn = iter(())
+                if stream is not None:
+                    compat.last_is_fetched(self._trainer)
             yield batch
 
     def _begin_epoch(self) -> Course:
         trainer, again = self._trainer, self._settings.policy.again
         assert self._batches is not None
         batches = int(min(self._batches, compat.fetch_limit(trainer), trainer.num_training_batches))
-        mine, accumulate = self.binder.clients[self._members.rank].batches, trainer.accumulate_grad_batches
-        self.course = course = Course(self._channel.rank, mine, batches, again=again, accumulate=accumulate)
-        first = compat.upcoming_batch(trainer)
-        course.began = min(first, self._began or 0)
-        self._began, self._steps.trained = None, False
-        if not first and not again and self.binder.place.taken:  # an epoch cut short
+        accumulate = trainer.accumulate_grad_batches
+        self.course = course = Course(self._channel.rank, self._ends(), batches, accumulate=accumulate)
+        first, stream = compat.upcoming_batch(trainer), self.binder.stream
+        # Behind the last batch of an epoch without a length Lightning goes on counting.
+        fresh = not first or (stream is not None and compat.last_batch_done(trainer))
+        course.began = first if fresh else min(first, self._began or 0)
+        self._began, self._steps.trained, self._looked = None, False, None
+        if fresh and (stream is not None or not again) and self.binder.place.taken:  # an epoch cut short
             self.binder.place = DataPlace(self.binder.place.passes + 1)
+        if not (fresh or stream is None or self.binder.placed):
+            raise_unknown_place(first)
         self._averaging.remember()
         return course
+
+    def _look(self, course: Course, stream: ClientStream) -> None:
+        """Reads ahead for the plan, unless that is done; the ranks exchange what is left. A collective."""
+        gather = partial(self.gathered, "what is left of each stream")
+        while self._looked != (now := (self.plan, self._ranks)):
+            told = read_together(self._members.rank, gather, partial(self._read, stream, begins=self._looked is None))
+            self._looked = now
+            if 0 in told:  # perhaps it has no sample for its dummy batch
+                stream.share_dummy(partial(self.gathered, "a sample for a dummy batch"))
+            if now == (self.plan, self._ranks):
+                course.hear(now[0], course.batch, told)
+
+    def _read(self, stream: ClientStream, *, begins: bool) -> int:
+        """Reads what this rank's part in a round needs; returns how many batches are left."""
+        plan, policy = self.plan, self._settings.policy
+        if begins:
+            stream.begin(self.binder.place.taken)
+        batches = self._trainer.accumulate_grad_batches * plan.steps[self._channel.rank]
+        return stream.look(batches, self._size(), self._least if policy.resizes else 1)
+
+    def hear(self, rows: Sequence[ClientRow]) -> None:
+        """The ranks have met, and have told what is left of their streams."""
+        if self.binder.stream is not None and self.course is not None and self._looked == (self.plan, self._ranks):
+            self.course.hear(self.plan, self.course.batch + 1, [int(row.left) for row in rows])
 
     def _begin_batch(self, course: Course) -> bool:
         """The next batch is wanted; returns whether this rank trains in it."""
         course.batch = compat.upcoming_batch(self._trainer)
         if course.batch == course.began and not self.fresh:
             self._let_in()
+        if self.binder.stream is not None:
+            self._look(course, self.binder.stream)
         self.fresh, plan = False, self.plan
-        self.binder.count(sum(size for size, steps in zip(plan.sizes, plan.steps, strict=True) if course.step < steps))
-        if trains := course.trains(plan):
+        self.binder.count(sum(size for rank, size in enumerate(plan.sizes) if course.trains(plan, rank)))
+        if trains := course.trains(plan, course.rank):
             self._steps.watch.resume()
         return trains
 
@@ -251,7 +296,7 @@ class Rounds:
     def batch_over(self) -> bool:
         """The batch that ran is over; returns whether the round is."""
         assert self.course is not None
-        self._steps.end(self.course.batch, is_step=self.course.ends_step)
+        self._steps.end(self.course.batch, is_step=self.course.ends_step or self.course.cuts_step)
         return self.course.ends_round(self.plan)
 
     # ---- the next round ----------------------------------------------------------------------------------------

@@ -126,8 +126,10 @@ class FederatedRun(MeetingRun[OwnBinder]):
         if self.rounds.course is None:
             return state
         places = [list(self._places[rank]) for rank in range(self.trainer.world_size)]
-        server = {} if self._settings.server is None else {"server": self._settings.server.state_dict()}
-        return {**state, "clients": places, **self.rounds.state_dict(), **server}
+        more: dict[str, Any] = {} if self.binder.stream is None else {"used": [taken for _, taken in places]}
+        if self._settings.server is not None:
+            more["server"] = self._settings.server.state_dict()
+        return {**state, "clients": places, **self.rounds.state_dict(), **more}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
@@ -153,8 +155,14 @@ class FederatedRun(MeetingRun[OwnBinder]):
 
     def pull(self) -> None:
         """Behind a backward pass: FedProx's term, once per local step."""
-        if self._settings.proximal and not self.steps.counts_nothing and not compat.accumulates_now(self.trainer):
+        steps = self.cuts_step or not compat.accumulates_now(self.trainer)
+        if self._settings.proximal and not self.steps.counts_nothing and steps:
             self._averaging.pull()
+
+    @property
+    def cuts_step(self) -> bool:
+        """Whether the batch that runs is the last of this rank's stream, within an accumulation window."""
+        return self.rounds.course is not None and self.rounds.course.cuts_step
 
     @contextmanager
     def scaled(self, optimizer: Any) -> Iterator[None]:
@@ -215,6 +223,7 @@ class FederatedRun(MeetingRun[OwnBinder]):
         if over:
             self._last_report = self.rounds.next(rows, everyone)
             self._reports.append(self._last_report)
+        self.rounds.hear(rows)
         self._averaging.remember()
 
     def _row(self, states: float, tensors: object) -> ClientRow:
@@ -225,7 +234,8 @@ class FederatedRun(MeetingRun[OwnBinder]):
         where = compat.epoch_running(self.trainer), course.batch
         did = steps.weight, steps.made, *steps.measured, steps.wait_s
         digest = digest_of(self.rounds.plan, tensors)
-        numbers = *where, *did, *self.binder.place, digest, states, told_to_stop, self._requeue.take()
+        left = 0 if self.binder.stream is None else self.binder.stream.left
+        numbers = *where, *did, *self.binder.place, digest, states, left, told_to_stop, self._requeue.take()
         return ClientRow._make(map(float, numbers))
 
     def start(self) -> None:

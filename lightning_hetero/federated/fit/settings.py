@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from lightning_hetero.base.arguments import SharedSettings
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.policy import RoundPolicy
-from lightning_hetero.federated.decide.rounds import Client
+from lightning_hetero.federated.decide.rounds import UNCOUNTED, Client
 from lightning_hetero.federated.runtime.server import ServerStep
 
 REFUSALS = Refusals(
@@ -38,6 +38,7 @@ class FederatedSettings:
     proximal: float
     min_clients: int | None
     liveness_s: float
+    stream: Literal["finite"] | None
 
     def agreed(self, shared: SharedSettings, ddp: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
@@ -67,15 +68,30 @@ class FederatedSettings:
             )
 
 
-def check_data(clients: Sequence[Client]) -> None:
-    """Refuses a rank without data.
+def check_data(clients: Sequence[Client], *, joining: bool = False, again: bool) -> bool:
+    """Refuses a rank without data, and what streams cannot do; returns whether these are streams.
+
+    Args:
+        clients: what the ranks train on.
+        joining: whether this rank comes into a run of others.
+        again: whether the user has said that data begin again.
 
     Raises:
+        TypeError: ranks cannot train on these streams.
         ValueError: a rank has no batch.
     """
+    if streams := [rank for rank, client in enumerate(clients) if client.batches == UNCOUNTED]:
+        said = "an epoch of finite streams (stream='finite') is one pass over each"
+        if len(streams) < len(clients):
+            raise TypeError(f"{said}, and only rank(s) {streams} have one: give all an IterableDataset, or none")
+        if again:
+            raise TypeError(f"{said}, which FedAvg(again=True) contradicts: use policy='fedavg'")
+        if joining:
+            raise TypeError(f"{said}, of which a rank that comes again has lost a part: start all ranks again")
     if empty := [rank for rank, client in enumerate(clients) if not client.batches]:
         raise ValueError(
             f"rank(s) {', '.join(map(str, empty))} have no batch of training data (samples per rank:"
             f" {[client.samples for client in clients]}): start only ranks that have data; with drop_last=True a"
             " loader with fewer samples than its batch_size has no batch"
         )
+    return bool(streams)

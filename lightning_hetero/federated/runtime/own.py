@@ -4,6 +4,8 @@
     [ batch | batch | batch | ba ]   [ as the loader has them, one pass after the other
     [ batch  | batch  | batch  | batch ...                or of a size that changes: a batch may begin the data again
 
+A finite stream is read a round ahead, so that its end is known before the round in which it comes.
+
 Nothing is said to other ranks. Each pass is drawn under a seed made of run, rank and pass, so that a resumed run finds
 its place in it; the global random streams are unchanged.
 """
@@ -21,7 +23,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_hetero.data.copies import BatchFeed, LazyIterator
 from lightning_hetero.data.loader import LoaderSpec, base_sampler, batch_source
+from lightning_hetero.data.own_stream import OwnStream
 from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
+from lightning_hetero.federated.decide.rounds import cut_stream
 
 
 class DataPlace(NamedTuple):
@@ -148,6 +152,12 @@ class OwnBatches(Sampler[list[Any]]):
         self._next = (place, issued)
         return issued
 
+    def drawn(self, place: DataPlace, own: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, Issued]]:
+        """Yields the batches from a place on; ``own`` begins the loader's iteration, which ends with this one."""
+        issued = self.begin(place)
+        for batch in own():
+            yield batch, issued.popleft()
+
     def __len__(self) -> int:
         return self.order.batches
 
@@ -157,6 +167,51 @@ class OwnBatches(Sampler[list[Any]]):
             drawn, place = self.order.batch(place, None if self._size is None else self._size())
             issued.append(Issued(len(drawn), place))
             yield drawn
+
+
+class ClientStream(OwnStream):
+    """A rank's own finite stream, of which the batches of a round are read ahead, and one more.
+
+    Args:
+        loader: the user's; not changed.
+        counted: whether the user says what a batch counts.
+    """
+
+    def __init__(self, loader: DataLoader, *, counted: bool) -> None:
+        super().__init__(loader, reserve=0, counted=counted)
+        self._size = self._least = 1
+
+    def look(self, batches: int, size: int, least: int) -> int:
+        """Reads what a round needs; returns how many batches are left, at most one more than these.
+
+        Args:
+            batches: of the round.
+            size: samples of each.
+            least: of any batch.
+        """
+        self._size, self._least, self._reserve = size, min(least, size), (batches + 1) * size
+        self._read_ahead()
+        return self.left
+
+    @property
+    def left(self) -> int:
+        """Batches that are left, as far as is read."""
+        return self._cut()[0]
+
+    def _cut(self) -> tuple[int, int]:
+        return cut_stream(len(self._ahead), self._size, least=self._least, drop_last=bool(self.loader.drop_last))
+
+    def drawn(self, place: DataPlace) -> Iterator[tuple[Any, Issued]]:
+        """Yields the batches behind a place, at which the stream has begun; it ends with this iteration."""
+        try:
+            while self.left:
+                _, samples = self._cut()
+                place = place._replace(taken=place.taken + samples)
+                batch = self.next(samples)
+                self.settle(wasted=False)
+                yield batch, Issued(samples, place)
+        finally:
+            self.end()
 
 
 @dataclass(frozen=True, slots=True)

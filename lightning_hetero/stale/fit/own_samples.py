@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.data.order import Channel
-from lightning_hetero.data.own_stream import OwnStream
+from lightning_hetero.data.own_stream import OwnStream, read_together
 from lightning_hetero.data.stream import raise_unknown_place
 from lightning_hetero.stale.decide.intervals import size
 from lightning_hetero.stale.decide.streams import Stream, Streams
@@ -48,22 +48,19 @@ class OwnSamples(OwnStream):
             ValueError: it is not known what was used before ``first``.
             RuntimeError: another rank's stream fails.
         """
-        rank, error = self._members.rank, None
+        rank = self._members.rank
         used = self._used.get(first) if first else [0] * self._members.world_size
         if used is None:
             raise_unknown_place(first)
-        try:
+
+        def begin() -> tuple[int, int, bool]:
             self.begin(used[rank])
-        except Exception as failed:
-            error = failed
-        told = self._channel.all_gather_object((rank, -1 if error is not None else self.read, self.through))
-        if error is not None:
-            raise error
-        if failing := [other for other, read, _ in told if read < 0]:
-            raise RuntimeError(f"the stream of rank {failing[0]} fails at its begin, see its error")
+            return rank, self.read, self.through
+
+        told = read_together(rank, self._channel.all_gather_object, begin)
         streams = [Stream(other, read, through, used[other]) for other, read, through in told]
         if any(stream.read == stream.used for stream in streams):  # perhaps it has never had one for its dummy
-            self.share_dummy(self._channel)
+            self.share_dummy(self._channel.all_gather_object)
         return Streams.numbers(
             self.batch_of_all, most, drop_last=self.loader.drop_last, first=first, streams=streams
         )
@@ -78,9 +75,9 @@ class OwnSamples(OwnStream):
         del due
         return self.next(size(spans))
 
-    def dummy(self, *, due: int = 0) -> Any:
+    def dummy(self, samples: int = 1, *, due: int = 0) -> Any:
         del due
-        return super().dummy()
+        return super().dummy(samples)
 
     def hint(self, span: tuple[int, int]) -> None:
         """Nothing is fetched ahead by position."""

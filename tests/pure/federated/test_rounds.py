@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from lightning_hetero.federated.decide.rounds import (
     ClientRow,
     Course,
     RoundPlan,
+    cut_stream,
     digest_of,
     disagreement,
     engine_metrics,
@@ -31,7 +34,7 @@ def walk(courses: list[Course], plan: RoundPlan, chosen: frozenset[int]) -> tupl
         ends = set()
         for rank, course in enumerate(courses):
             course.batch = batch
-            if rank in chosen and course.trains(plan):
+            if rank in chosen and course.trains(plan, rank):
                 trained[rank].append(batch)
             ends.add(course.ends_round(plan))
         assert len(ends) == 1, "some ranks meet and others do not"
@@ -43,7 +46,8 @@ def walk(courses: list[Course], plan: RoundPlan, chosen: frozenset[int]) -> tupl
 
 
 def courses_of(batches: list[int], *, again: bool, accumulate: int = 1) -> list[Course]:
-    return [Course(r, own, max(batches), again=again, accumulate=accumulate) for r, own in enumerate(batches)]
+    ends = [math.inf if again else -(-own // accumulate) * accumulate for own in batches]
+    return [Course(rank, ends, max(batches), accumulate=accumulate) for rank in range(len(batches))]
 
 
 @given(
@@ -61,7 +65,8 @@ def test_all_ranks_meet_behind_the_same_slots_and_the_last(
     trained, meetings = walk(courses, plan_of(*steps), frozenset(range(len(batches))))
     assert meetings[-1] == max(batches) - 1
     gaps = [b - a for a, b in zip([-1, *meetings], meetings, strict=False)]
-    assert all(gap == accumulate * max(steps) for gap in gaps[:-1])
+    whole = accumulate * max(steps)
+    assert all(gap == whole or (gap < whole and not again and min(steps) < max(steps)) for gap in gaps[:-1])
     for rank, slots in enumerate(trained):
         assert slots[0] == 0
         if again and steps[rank] == max(steps):
@@ -79,10 +84,63 @@ def test_a_rank_whose_data_are_through_rests_or_begins_again() -> None:
 
 
 def test_lightning_counts_a_step_behind_each_window_and_the_last_batch() -> None:
-    course, ends = Course(0, 5, 5, again=True, accumulate=2), []
+    course, ends = Course(0, [math.inf], 5, accumulate=2), []
     for course.batch in range(5):
         ends.append(course.ends_step)
     assert ends == [False, True, False, True, True]
+
+
+# ---- finite streams ----------------------------------------------------------------------------------------
+
+
+@given(samples=st.integers(0, 40), size=st.integers(1, 9), least=st.integers(1, 2), drop_last=st.booleans())
+def test_a_stream_is_cut_into_the_batches_that_were_told(
+    samples: int, size: int, least: int, drop_last: bool
+) -> None:
+    left, sizes, least = samples, list[int](), min(least, size)
+    told, _ = cut_stream(samples, size, least=least, drop_last=drop_last)
+    while (found := cut_stream(left, size, least=least, drop_last=drop_last))[0]:
+        assert found[0] == told - len(sizes)
+        sizes.append(found[1])
+        left -= found[1]
+    assert left == (samples % size if drop_last else 0) and len(sizes) == told
+    assert all(n >= least for n in sizes) or sizes == [samples]
+    assert all(n == size for n in sizes[:-2]) and max(sizes, default=0) < size + least
+    assert least > 1 or all(n == size for n in sizes[:-1])
+
+
+@given(
+    left=st.lists(st.integers(0, 14), min_size=1, max_size=4).filter(any),
+    tau=st.integers(1, 3),
+    accumulate=st.integers(1, 3),
+    limit=st.integers(1, 40),
+    data=st.data(),
+)
+def test_all_streams_end_at_one_batch_which_was_known_before_its_round(
+    left: list[int], tau: int, accumulate: int, limit: int, data: st.DataObject
+) -> None:
+    """Each round has other steps; nobody tells of more than one batch behind the round."""
+    ranks, course, trained = range(len(left)), Course(0, [math.inf] * len(left), limit, accumulate=accumulate), 0
+    rest = list(left)
+    while course.batch <= course.last:
+        plan = plan_of(*(data.draw(st.integers(1, tau)) for _ in ranks))
+        course.hear(plan, course.batch, [min(n, accumulate * s + 1) for n, s in zip(rest, plan.steps, strict=True)])
+        known = course.last
+        while True:
+            mine = [course.trains(plan, rank) for rank in ranks]
+            rest = [n - now for n, now in zip(rest, mine, strict=True)]
+            trained += sum(mine)
+            assert min(rest) >= 0 and course.last == known
+            for course.rank in ranks:
+                cut = not rest[course.rank] and mine[course.rank] and not course.ends_step
+                assert course.cuts_step == cut
+            over = course.ends_round(plan)
+            course.batch += 1
+            if over:
+                break
+        course.began = course.batch
+        assert any(mine) or (accumulate > 1 and course.batch <= course.last)  # a window that was cut short
+    assert trained == sum(left) - sum(rest) and (not any(rest) or course.batch == limit)
 
 
 def row(**given: float) -> ClientRow:

@@ -75,32 +75,42 @@ def fit(
 
 def by_hand(
     clients: Sequence[Sequence[Sequence[int]]],
-    steps: int,
+    steps: int | Sequence[int],
     *,
     make: Callable[[], Plain] = Plain,
     rounds: Callable[[list[nn.Module], list[Any]], None] | None = None,
+    whole: TensorDataset | None = None,
+    window: int = 1,
+    clip: float | None = None,
 ) -> Weights:
     """FedAvg without any of our code: each client's batches, ``steps`` per round, a mean weighted by samples.
 
     Args:
-        clients: by rank, the indices of each of its batches; a client without any left rests.
-        steps: local steps of a round.
+        clients: by rank, the indices of each of its batches; a client without any left, or with an empty one, rests.
+        steps: local steps of a round, of all clients or of each.
         make: the module.
         rounds: called after each average, with all clients' modules and optimizers.
+        whole: what the indices are of.
+        window: batches of a local step; the mean of their losses is that of a whole window.
+        clip: largest norm of a step's gradient.
     """
-    whole = data()
+    whole = data() if whole is None else whole
     modules = [make() for _ in clients]
     for module in modules[1:]:
         module.load_state_dict(modules[0].state_dict())
     optimizers = [module.configure_optimizers() for module in modules]
-    for start in range(0, max(map(len, clients)), steps):
+    parts = [window * n for n in ([steps] * len(clients) if isinstance(steps, int) else steps)]
+    for number in range(max(-(-len(batches) // n) for batches, n in zip(clients, parts, strict=True))):
         used = []
-        for module, optimizer, batches in zip(modules, optimizers, clients, strict=True):
-            mine = batches[start : start + steps]
-            for indices in mine:
-                _, x, y = whole[list(indices)]
+        for module, optimizer, batches, part in zip(modules, optimizers, clients, parts, strict=True):
+            mine = [indices for indices in batches[number * part : (number + 1) * part] if indices]
+            for start in range(0, len(mine), window):
                 optimizer.zero_grad()
-                module.loss((x, y)).backward()
+                for indices in mine[start : start + window]:
+                    _, x, y = whole[list(indices)]
+                    (module.loss((x, y)) / window).backward()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(module.parameters(), clip)
                 optimizer.step()
             used.append(sum(map(len, mine)))
         states = [copy.deepcopy(module.state_dict()) for module in modules]

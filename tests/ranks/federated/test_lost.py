@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_hetero.federated.fit import averaging
 from lightning_hetero.transport.base import ServerLostError
@@ -26,6 +26,14 @@ from tests.ranks.kit import Weights, weights
 BATCH, TAU, LIVENESS_S = 4, 2, 2.0
 PARTS = (range(0, 24), range(24, 46), range(46, 64))  # 6, 6 and 5 batches; the last ones are of 4, 2 and 2
 LOST_AT = 2  # of 3 rounds, counted from 1: what rank 2 does in it is lost
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, indices: range) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Any:
+        return (data()[i] for i in self.indices)
 
 
 class LostError(Exception):
@@ -80,6 +88,8 @@ def losing(rank: int, world: int, who: int, where: str, strategy: dict[str, Any]
     module = Loses(who, where, momentum)
     made = federated(**{"local_steps": TAU, "min_clients": 2, "liveness_s": LIVENESS_S, **strategy})
     loaders: Any = own(PARTS[rank], BATCH)
+    if "stream" in strategy:
+        loaders = DataLoader(Stream(PARTS[rank]), batch_size=BATCH)
     if val:
         loaders = loaders, DataLoader(Subset(data(), range(9)), batch_size=2)
     said: list[str] = []
@@ -119,10 +129,15 @@ def server(weights_now: list[Weights]) -> Any:
     return step
 
 
-@pytest.mark.parametrize(("where", "val"), [("batch", True), ("average", False)])
-def test_averages_are_those_without_the_client_that_is_lost_in_this_round(where: str, val: bool) -> None:
+@pytest.mark.parametrize(
+    ("where", "val", "more"), [("batch", True, {}), ("average", False, {}), ("batch", False, {"stream": "finite"})]
+)
+def test_averages_are_those_without_the_client_that_is_lost_in_this_round(
+    where: str, val: bool, more: dict[str, Any]
+) -> None:
     """With the server's momentum, which every rank keeps for itself: alike, also where an average was begun twice."""
-    results = run_ranks(3, losing, 2, where, {"server": partial(torch.optim.SGD, lr=0.7, momentum=0.5)}, 0.0, val)
+    strategy = {"server": partial(torch.optim.SGD, lr=0.7, momentum=0.5), **more}
+    results = run_ranks(3, losing, 2, where, strategy, 0.0, val)
     clients = [chunks(part, BATCH) for part in PARTS]
     expected = by_hand(without(clients, LOST_AT), TAU, rounds=server([weights(Plain())]))
     with_it = by_hand(clients, TAU, rounds=server([weights(Plain())]))

@@ -131,7 +131,7 @@ def uneven(rank: int) -> DataLoader:
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], dict[str, Any], type[Exception], str]] = {
-    "a stream": (Plain, stream, {}, TypeError, "the train dataset is an IterableDataset, and the length of a rank's"),
+    "a stream": (Plain, stream, {}, TypeError, "IterableDataset, and nobody has said when a rank's data end: say"),
     "no data": (Plain, empty, {}, ValueError, "rank(s) 0 have no batch of training data (samples per rank: [0, 16])"),
     "too little": (Plain, too_few, {}, ValueError, "with drop_last=True a loader with fewer samples than"),
     "re-sizing": (Plain, sampled, {"policy": "lb-bsp"}, TypeError, "has a custom batch sampler, which decides"),
