@@ -91,8 +91,7 @@ class Controller:
         told = self._spending.reprice(seen.prices)[:2]
         sizes = seen.micro_batches or [group.micro_batches for group in plan.groups]
         warm = seen.batch >= _WARM_UP
-        if self._plans.delay:
-            estimates.guard.delay = self._plans.delay
+        estimates.guard.delay = self._plans.delay or estimates.guard.delay
         if warm:
             estimates.update(seen, pipes, sizes)
         told += estimates.forget(seen.batch)[:1]
@@ -259,9 +258,10 @@ class _Plans:
 
     def __init__(self, pipes: Pipes, plan: PipelinePlan) -> None:
         self.by_generation: dict[int, tuple[Pipes, PipelinePlan]] = {0: (pipes, plan)}
-        self.generation = self.in_force = self._numbered = 0  # numbers are never used twice
+        self.in_force: int = 0
+        self.generation = self._numbered = self.delay = 0  # numbers are never used twice
         self.pending = self.seen = -1
-        self.delay, self._decided = 0, dict[int, int]()
+        self._decided: dict[int, int] = {}
         self.promised_pause_s = 0.0
 
     @property
@@ -296,7 +296,8 @@ class _Plans:
         """Gives a plan the next number."""
         self._numbered += 1
         self.generation = self._numbered
-        self.by_generation[self.generation], self._decided[self.generation] = (pipes, plan), self.seen
+        self.by_generation[self.generation] = pipes, plan
+        self._decided[self.generation] = self.seen
         if moves:
             self.pending, self.promised_pause_s = self.generation, pause_s
 

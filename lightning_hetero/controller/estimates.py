@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from lightning_hetero.controller.messages import LinkTime, Observation
-from lightning_hetero.controller.spells import SpellGuard
+from lightning_hetero.controller.spells import PROVEN, SpellGuard
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.chain.layers import fixed_and_per_sample
 from lightning_hetero.solvers.placement.pipes import Pipe
@@ -40,9 +40,8 @@ _BESIDE = 50  # batches within which measurements of a rank's links count togeth
 _BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
 _UNSTEADY, _STEADY = 3, 10  # first times of a rank at rest: ignored so many; compared with the mean up to so many
 _CHANGED, _RESTING_SURE = 0.5, 4.0  # relative change of its time that counts, if it is so many standard deviations
-_OF_MEDIAN = 1.86  # a normal median's standard deviation over its median absolute deviation, times the root of its number
-_UNUSUAL = 0.2  # relative difference of a rank's present factor from its usual one
-_USUAL_OF = 31  # batches that what is usual is the median of
+_OF_MEDIAN = 1.86  # standard deviation of a median, over the median absolute deviation and by the root of the number
+_USUAL_OF, _UNUSUAL = 31, 0.2  # batches that what is usual is the median of; relative difference from it
 _RECHECK = 200  # batches after which what is not measured any more is forgotten
 _WELL = 1.05  # factor up to which something is as the profile says
 
@@ -54,9 +53,9 @@ State: TypeAlias = Mapping[Key, float]
 
 
 class _Factor:
-    """One filtered factor: measured time over the profile's; of a rank the usual one where the guard says so."""
+    """One filtered factor, measured time over the profile's; or the usual one, where the guard says so."""
 
-    def __init__(self, guard: SpellGuard | None = None) -> None:
+    def __init__(self, guard: SpellGuard) -> None:
         self._filter, self._guard = Kalman(), guard
         self.lately: deque[float] = deque(maxlen=_USUAL_OF)  # measured
         self.seen = -1  # last batch
@@ -82,27 +81,21 @@ class _Factor:
         return median(self.lately) if self.lately else self.present
 
     @property
-    def _is_usual(self) -> bool:
-        return self._guard is not None and not self._guard.follows
-
-    @property
     def value(self) -> float:
-        return self.usual if self._is_usual else self.present
+        return self.present if self._guard.follows else self.usual
 
     @property
     def std(self) -> float:
-        if self._is_usual and self.lately:
-            usual = self.usual
-            return _OF_MEDIAN * median(abs(ratio - usual) for ratio in self.lately) / math.sqrt(len(self.lately))
-        return self._filter.std_s(1) if self.known else 0.0
+        if self._guard.follows or not self.lately:
+            return self._filter.std_s(1) if self.known else 0.0
+        usual = self.usual
+        return _OF_MEDIAN * median(abs(ratio - usual) for ratio in self.lately) / math.sqrt(len(self.lately))
 
     @property
     def unsure(self) -> bool:
-        guard = self._guard
-        if guard is None or not guard.follows:
-            return False
-        is_usual = max(self.present, self.usual) <= (1.0 + _UNUSUAL) * min(self.present, self.usual)
-        return self._filter.outlier_side != 0 or not (is_usual or guard.is_proven)
+        least, most = sorted((self.present, self.usual))
+        is_unusual = most > (1.0 + _UNUSUAL) * least and self._guard.account < PROVEN
+        return self._guard.follows and (is_unusual or self._filter.outlier_side != 0)
 
     def forget(self) -> None:
         self._filter = self._filter.fresh()
@@ -113,8 +106,7 @@ class _Factor:
 
     def load(self, plain: Mapping[str, Any]) -> None:
         self._filter.load_state_dict(plain["filter"])
-        self.seen = plain["seen"]
-        self.lately.extend(plain.get("lately", ()))
+        self.seen, self.lately = plain["seen"], deque(plain.get("lately", ()), _USUAL_OF)
 
 
 class _Resting:
@@ -250,7 +242,7 @@ class Estimates:
     def _factor(self, *key: Any) -> _Factor:
         found = self._factors.get(key)
         if found is None:  # `setdefault` would make a filter each time
-            found = self._factors[key] = _Factor(self.guard if key[0] == "rank" else None)
+            found = self._factors[key] = _Factor(self.guard if key[0] == "rank" else SpellGuard())
         return found
 
     def _value(self, *key: Any) -> float:
@@ -354,7 +346,6 @@ class Estimates:
         links = [[a, b, link.bandwidth_bytes_per_s] for (a, b), link in self._links.items()]
         return {
             "factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()],
-            "account": self.guard.account,
             "links": links,
             "patience": [[list(end), times] for end, times in self._patience.items()],
             "resting": [[rank, resting.factor] for rank, resting in self._resting.items()],
@@ -365,7 +356,6 @@ class Estimates:
         self._state = None
         self._links = {(a, b): Link(bandwidth_bytes_per_s=bandwidth) for a, b, bandwidth in plain["links"]}
         self._factors = {}
-        self.guard.account = plain.get("account", self.guard.account)
         for key, state in plain["factors"]:
             self._factor(*key).load(state)
         self._patience = {(kind, rank): times for (kind, rank), times in plain["patience"]}

@@ -14,14 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-_DELAY = 2  # batches from a decision until it holds, before one was seen
-_MOST_DELAY = 64  # batches that are remembered
+_DELAY, _MOST_DELAY = 2, 64  # batches from a decision until it holds: before one was seen, and that are remembered
 _FIRST, _LEAST, _MOST = 0.5, -1.0, 2.0  # of the account [batches]
-_LOST = 2.0  # weight of what is lost
-_PROVEN = 1.0  # of the account
-
-Slowness = Sequence[float]
-"""By rank: time per unit of work, relative."""
+_LOST, PROVEN = 2.0, 1.0  # weight of what is lost; account from which layers move for speeds that are not usual
 
 
 class SpellGuard:
@@ -34,20 +29,15 @@ class SpellGuard:
 
     def __init__(self) -> None:
         self.account, self.delay = _FIRST, _DELAY
-        self._planned: deque[tuple[Slowness, Slowness]] = deque(maxlen=_MOST_DELAY)
+        self._planned: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=_MOST_DELAY)
 
     @property
     def follows(self) -> bool:
         """Whether plans are made for the present speeds; else for the usual ones."""
         return self.account >= 0.0
 
-    @property
-    def is_proven(self) -> bool:
-        """Whether layers may move, and ranks rest, for present speeds that are not the usual ones."""
-        return self.account >= _PROVEN
-
-    def learn(self, measured: Slowness, present: Slowness, usual: Slowness) -> None:
-        """Settles the account with a batch.
+    def learn(self, measured: Sequence[float], present: Sequence[float], usual: Sequence[float]) -> None:
+        """Settles the account with a batch; all by rank: time per unit of work, relative.
 
         Args:
             measured: in this batch.
@@ -56,12 +46,11 @@ class SpellGuard:
         if len(self._planned) >= self.delay:
             present_s, usual_s = (relative_s(each, measured) for each in self._planned[-self.delay])
             saved = 1.0 - present_s / usual_s
-            self.account += saved if saved > 0.0 else _LOST * saved
-            self.account = min(max(self.account, _LEAST), _MOST)
+            self.account = min(max(self.account + min(saved, _LOST * saved), _LEAST), _MOST)
         self._planned.append((present, usual))
 
 
-def relative_s(planned: Slowness, slowness: Slowness) -> float:
+def relative_s(planned: Sequence[float], slowness: Sequence[float]) -> float:
     """Returns the time of a unit of work that is divided so that ranks as slow as ``planned`` end together.
 
     >>> relative_s([1.0, 1.0], [1.0, 3.0]), relative_s([1.0, 3.0], [1.0, 3.0])

@@ -237,8 +237,7 @@ class Replans:
         try:
             place.check_move(plan)
         except CancelledError as error:
-            self._give_up(part, decision, error)
-            return
+            return self._note(part, decision, cancelled=str(error))
         now, lag = (part.epoch, part.step), self._binder.lag
         layers_at, shares_at = changeover(
             now, lag=lag, window=self._run.trainer.accumulate_grad_batches,
@@ -260,24 +259,21 @@ class Replans:
             sent_bytes = self._place.apply(replace(before, plan=decision.plan), ticket, gradients=gradients)
         except CancelledError as error:
             self._stay(part, before.plan, error)
-            self.paused_s += time.perf_counter() - started_s
-            self._give_up(part, decision, error)
+            became: dict[str, Any] = {"cancelled": str(error)}
         else:
             self._binder.plan = decision.plan
             self.generation = decision.generation
             self._log.in_force()
-            self.paused_s += time.perf_counter() - started_s
-            self._note(part, decision, bytes=sent_bytes)
+            became = {"bytes": sent_bytes}
+        self.paused_s += time.perf_counter() - started_s
+        self._note(part, decision, **became)
 
-    def _give_up(self, part: Part, decision: Decision, error: CancelledError) -> None:
-        """The plan in force stays, as the controller hears, too."""
-        self.rank_zero.withdraw(decision.generation)
-        self._note(part, decision, cancelled=str(error))
-
-    def _note(self, part: Part, decision: Decision, **more: Any) -> None:
-        """Records what became of a decision."""
+    def _note(self, part: Part, decision: Decision, **became: Any) -> None:
+        """Records what became of a decision; the controller hears of one that is given up."""
+        if "cancelled" in became:
+            self.rank_zero.withdraw(decision.generation)
         step = compat.batches_of_all_epochs(self._run.trainer)
-        note = replace(Replan.of(decision, step), pause_s=self.paused_s, **more)
+        note = replace(Replan.of(decision, step), pause_s=self.paused_s, **became)
         self._log.records.append(note)
         if self._run.channel.rank == 0:
             data = asdict(note)

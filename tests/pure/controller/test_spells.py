@@ -1,4 +1,4 @@
-"""`SpellGuard`: slow spells cost a run no more than equal shares do; changes that last are answered within a few batches.
+"""`SpellGuard`: slow spells cost a run no more than equal shares do; lasting changes are answered in a few batches.
 
 Times follow from shares in proportion to what a plan takes the ranks' speeds for; plans hold two batches late.
 """
