@@ -21,7 +21,7 @@ from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Cluster, PipelinePlan
 
 _STALE, _SURE = 0.01, 2.0  # relative change of an estimate, and in its standard deviations, that counts
-_SHARE_BAND = 0.01  # least relative gain for which samples per group change
+_SHARE_BAND = 0.02  # least relative gain for which samples per group change
 _WARM_UP = 1  # first batches to ignore
 _ROUNDS, _CANDIDATES = 2, 60  # of the search for a structure
 
@@ -83,6 +83,7 @@ class Controller:
         Raises:
             ValueError: a batch that does not follow the ones before, or an unknown generation.
         """
+        estimates = self._costs.estimates
         if self._plans.enter(seen):
             self._costs.migration.learn(self._plans.promised_pause_s, seen.pause_s)
             self._trials.enter()
@@ -90,7 +91,7 @@ class Controller:
         told = self._spending.reprice(seen.prices)[:2]
         sizes = seen.micro_batches or [group.micro_batches for group in plan.groups]
         warm = seen.batch >= _WARM_UP
-        estimates = self._costs.estimates
+        estimates.guard.delay = self._plans.delay or estimates.guard.delay
         if warm:
             estimates.update(seen, pipes, sizes)
         told += estimates.forget(seen.batch)[:1]
@@ -249,6 +250,7 @@ class _Plans:
         by_generation: structure and plan.
         generation: of the last one.
         in_force: the generation that the last batch ran under.
+        delay: batches from the decision on it until it held; 0: it is the first.
         pending: the generation whose layers are still on their way; -1: none.
         seen: the last batch.
         promised_pause_s: of the last change of structure.
@@ -256,8 +258,10 @@ class _Plans:
 
     def __init__(self, pipes: Pipes, plan: PipelinePlan) -> None:
         self.by_generation: dict[int, tuple[Pipes, PipelinePlan]] = {0: (pipes, plan)}
-        self.generation = self.in_force = self._numbered = 0  # numbers are never used twice
+        self.in_force: int = 0
+        self.generation = self._numbered = self.delay = 0  # numbers are never used twice
         self.pending = self.seen = -1
+        self._decided: dict[int, int] = {}
         self.promised_pause_s = 0.0
 
     @property
@@ -282,6 +286,7 @@ class _Plans:
         for generation in [g for g in self.by_generation if g < seen.generation]:
             del self.by_generation[generation]
         self.in_force = seen.generation
+        self.delay = seen.batch - self._decided[seen.generation]
         if not 0 <= self.pending <= seen.generation:
             return False
         self.pending = -1
@@ -292,6 +297,7 @@ class _Plans:
         self._numbered += 1
         self.generation = self._numbered
         self.by_generation[self.generation] = pipes, plan
+        self._decided[self.generation] = self.seen
         if moves:
             self.pending, self.promised_pause_s = self.generation, pause_s
 

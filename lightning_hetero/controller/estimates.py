@@ -6,7 +6,8 @@ the device's and what is left is the layer's own: that heals a profile which is 
 matter count for neither: most of what they take is what surrounds a computation.
 
 Each factor has its own filter, the predictor of the balanced engine (Kalman with a test for jumps): noise is
-averaged, a jump is believed the second time it is seen.
+averaged, a jump is believed the second time it is seen. Where slow spells pass before a plan holds, a rank's factor is
+its usual one instead, the median of some batches: see `SpellGuard`.
 
 **Not measured.** Only links between neighbouring stages are measured. But what slows one link of a rank mostly slows
 all of them: its interface, or its island's. So a rank is *blamed* if all that was measured of it lately, links to two
@@ -19,12 +20,14 @@ until it was found to be well.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeAlias
 
 from lightning_hetero.controller.messages import LinkTime, Observation
+from lightning_hetero.controller.spells import PROVEN, SpellGuard
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.chain.chain import fixed_and_per_sample
 from lightning_hetero.solvers.placement.pipes import Pipe
@@ -37,6 +40,8 @@ _BESIDE = 50  # batches within which measurements of a rank's links count togeth
 _BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
 _UNSTEADY, _STEADY = 3, 10  # first times of a rank at rest: ignored so many; compared with the mean up to so many
 _CHANGED, _RESTING_SURE = 0.5, 4.0  # relative change of its time that counts, if it is so many standard deviations
+_OF_MEDIAN = 1.86  # standard deviation of a median, over the median absolute deviation and by the root of the number
+_USUAL_OF, _UNUSUAL = 31, 0.2  # batches that what is usual is the median of; relative difference from it
 _RECHECK = 200  # batches after which what is not measured any more is forgotten
 _WELL = 1.05  # factor up to which something is as the profile says
 
@@ -48,10 +53,11 @@ State: TypeAlias = Mapping[Key, float]
 
 
 class _Factor:
-    """One filtered factor: measured time over the profile's."""
+    """One filtered factor, measured time over the profile's; or the usual one, where the guard says so."""
 
-    def __init__(self) -> None:
-        self._filter = Kalman()
+    def __init__(self, guard: SpellGuard) -> None:
+        self._filter, self._guard = Kalman(), guard
+        self.lately: deque[float] = deque(maxlen=_USUAL_OF)  # measured
         self.seen = -1  # last batch
         self.batch_s = math.inf  # what is at stake: its time in a batch, as profiled
 
@@ -59,6 +65,7 @@ class _Factor:
         if not self.known:
             self._filter.update(1, 1.0)  # the profile is a measurement, too
         self._filter.update(1, ratio)
+        self.lately.append(ratio)
         self.seen = batch
 
     @property
@@ -66,26 +73,40 @@ class _Factor:
         return self._filter.ready
 
     @property
-    def value(self) -> float:
+    def present(self) -> float:
         return self._filter.predict(1) if self.known else 1.0
 
     @property
+    def usual(self) -> float:
+        return median(self.lately) if self.lately else self.present
+
+    @property
+    def value(self) -> float:
+        return self.present if self._guard.follows else self.usual
+
+    @property
     def std(self) -> float:
-        return self._filter.std_s(1) if self.known else 0.0
+        if self._guard.follows or not self.lately:
+            return self._filter.std_s(1) if self.known else 0.0
+        usual = self.usual
+        return _OF_MEDIAN * median(abs(ratio - usual) for ratio in self.lately) / math.sqrt(len(self.lately))
 
     @property
     def unsure(self) -> bool:
-        return self._filter.outlier_side != 0
+        least, most = sorted((self.present, self.usual))
+        is_unusual = most > (1.0 + _UNUSUAL) * least and self._guard.account < PROVEN
+        return self._guard.follows and (is_unusual or self._filter.outlier_side != 0)
 
     def forget(self) -> None:
         self._filter = self._filter.fresh()
+        self.lately.clear()
 
     def to_plain(self) -> dict[str, Any]:
-        return {"filter": self._filter.state_dict(), "seen": self.seen}
+        return {"filter": self._filter.state_dict(), "seen": self.seen, "lately": list(self.lately)}
 
     def load(self, plain: Mapping[str, Any]) -> None:
         self._filter.load_state_dict(plain["filter"])
-        self.seen = plain["seen"]
+        self.seen, self.lately = plain["seen"], deque(plain.get("lately", ()), _USUAL_OF)
 
 
 class _Resting:
@@ -127,10 +148,13 @@ class Estimates:
     Args:
         model: the costs that were planned with, tied layers joined.
         cluster: devices and links that were planned with.
+
+    Attributes:
+        guard: whether ranks' present factors count, or their usual ones.
     """
 
     def __init__(self, model: ModelCost, cluster: Cluster) -> None:
-        self._model, self._cluster = model, cluster
+        self._model, self._cluster, self.guard = model, cluster, SpellGuard()
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[Key, _Factor] = {}
         self._resting: dict[int, _Resting] = {}
@@ -157,6 +181,11 @@ class Estimates:
                     self._resting[rank] = _Resting(self._value("rank", rank))
                 if (changed := self._resting[rank].add(rest_s)) is not None:
                     self._factor("rank", rank).add(changed, seen.batch)
+        devices = [(self._factor("rank", rank), device.speed) for rank, device in enumerate(self._cluster.devices)]
+        self.guard.learn(
+            [(f.lately[-1] if f.seen == seen.batch else f.present) / speed for f, speed in devices],
+            [f.present / speed for f, speed in devices], [f.usual / speed for f, speed in devices],
+        )  # fmt: skip
         most = max(map(len, sizes), default=1)
         for sent in seen.links:
             self._link(sent, seen.batch, most)
@@ -213,7 +242,7 @@ class Estimates:
     def _factor(self, *key: Any) -> _Factor:
         found = self._factors.get(key)
         if found is None:  # `setdefault` would make a filter each time
-            found = self._factors[key] = _Factor()
+            found = self._factors[key] = _Factor(self.guard if key[0] == "rank" else SpellGuard())
         return found
 
     def _value(self, *key: Any) -> float:
@@ -289,7 +318,7 @@ class Estimates:
         return sorted(found, key=lambda change: (-change[0], change[1]))
 
     def unsure(self, batch: int) -> bool:
-        """Returns whether a rank's time jumped in this batch, which the next one will confirm or call a hiccup."""
+        """Returns whether a rank's time has just jumped: the next batches will confirm it, or call it a slow spell."""
         return any(key[0] == "rank" and f.seen == batch and f.unsure for key, f in self._factors.items())
 
     def furthest(self, since: State, sure: float) -> float:

@@ -38,7 +38,7 @@ from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSetting
 from lightning_hetero.pipeline.runtime.ownership.changes import Known, divide_anew
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
-from lightning_hetero.pipeline.runtime.ownership.migration import Migration
+from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError, Migration, refuse_copies
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_buffers, share_initial, together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore, to_device
@@ -234,6 +234,16 @@ class RankInPlan:
         self.held = Holdings(self.run, new, self._wires, self._optimized())
         self.follow(planned)
         return migration.size_bytes
+
+    def check_move(self, plan: PipelinePlan) -> None:
+        """Finds out, before samples are read for other leaders, whether layers can move to a plan; collective.
+
+        Raises:
+            CancelledError: on all ranks, if the layers of one of them have to stay where they are.
+        """
+        if _structure(plan) != _structure(self.planned.plan):
+            with together(self.run.channel.group, wait=self.run.failures.wait, error=CancelledError):
+                refuse_copies(self.run.module, self.run.optimizers, self.held.ownership, self.here)
 
     def follow(self, planned: PlanResult) -> None:
         """What follows from a plan besides; without a division for one of the same structure, between two batches."""

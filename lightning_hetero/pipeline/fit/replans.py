@@ -234,6 +234,10 @@ class Replans:
         layers = place.planned.plan.groups[0].cuts[-1]
         full = self._total(place.planned.plan)
         check_plan(plan, layers=layers, ranks=self._run.channel.world_size, global_batch=full)
+        try:
+            place.check_move(plan)
+        except CancelledError as error:
+            return self._note(part, decision, cancelled=str(error))
         now, lag = (part.epoch, part.step), self._binder.lag
         layers_at, shares_at = changeover(
             now, lag=lag, window=self._run.trainer.accumulate_grad_batches,
@@ -246,7 +250,6 @@ class Replans:
     def _change(self, part: Part, decision: Decision, gradients: bool) -> None:
         before, started_s = self._place.planned, time.perf_counter()
         step = compat.batches_of_all_epochs(self._run.trainer)
-        note = Replan.of(decision, step)
         ticket = {
             "generation": [self.generation, decision.generation],
             "batch": [part.epoch, part.step, step],
@@ -256,15 +259,21 @@ class Replans:
             sent_bytes = self._place.apply(replace(before, plan=decision.plan), ticket, gradients=gradients)
         except CancelledError as error:
             self._stay(part, before.plan, error)
-            note = replace(note, cancelled=str(error))
-            self.rank_zero.withdraw(decision.generation)
+            became: dict[str, Any] = {"cancelled": str(error)}
         else:
             self._binder.plan = decision.plan
             self.generation = decision.generation
             self._log.in_force()
-            note = replace(note, bytes=sent_bytes)
+            became = {"bytes": sent_bytes}
         self.paused_s += time.perf_counter() - started_s
-        note = replace(note, pause_s=self.paused_s)
+        self._note(part, decision, **became)
+
+    def _note(self, part: Part, decision: Decision, **became: Any) -> None:
+        """Records what became of a decision; the controller hears of one that is given up."""
+        if "cancelled" in became:
+            self.rank_zero.withdraw(decision.generation)
+        step = compat.batches_of_all_epochs(self._run.trainer)
+        note = replace(Replan.of(decision, step), pause_s=self.paused_s, **became)
         self._log.records.append(note)
         if self._run.channel.rank == 0:
             data = asdict(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -431,3 +432,30 @@ def test_a_change_that_a_rank_has_no_room_for_is_given_up_by_all() -> None:
         assert "rank 1: OutOfMemoryError: no room for this layer" in records[2][2]
         assert withdrawn == ([3] if rank == 0 else [])
         assert "have read samples to lead a group, but the change of plan had to be given up" in said
+
+
+class Keeper(Callback):
+    """Keeps a copy of the backbone from one batch to another."""
+
+    def __init__(self) -> None:
+        self.copy: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.copy = copy.deepcopy(module.model) if batch_idx in range(1, 6) else None
+
+
+@heard(at_once=True)
+def with_a_copy(rank: int, world: int) -> tuple[Weights, list[Any], list[int]]:
+    scripted = Scripted({3: TURNED, 7: ALONE})  # samples are read for rank 1, which leads no group, until then
+    strategy = pipeline(CHAIN, controller=scripted, global_batch_size=16)
+    trained, _ = fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1, callbacks=[Keeper()])
+    return trained, [(r.step, r.kind, r.cancelled) for r in strategy.replans], scripted.withdrawn
+
+
+def test_a_change_for_which_somebody_keeps_copies_is_given_up_before_samples_are_read_for_it() -> None:
+    whole = expected("Adam")
+    for rank, (trained, records, withdrawn) in enumerate(run_ranks(2, with_a_copy)):
+        assert trained.distance(whole) <= EXACT, "each sample once"
+        assert [(step, kind) for step, kind, _ in records] == [(4, "plan"), (9, "plan")]
+        assert "somebody keeps copies of model.0" in records[0][2] and not records[1][2]
+        assert withdrawn == ([1] if rank == 0 else [])

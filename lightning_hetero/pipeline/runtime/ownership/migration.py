@@ -147,7 +147,7 @@ class Migration:
         staged: dict[Any, Any] = {}
         text = packed(None)
         with self._together():
-            self._refuse_copies()
+            refuse_copies(self._modules[0], self._optimizers, self._old, self._here)
             described: dict[int, Any] = {}
             for target in sorted({move.target for move in self.moves if move.source == rank}):
                 described[target], outgoing[target] = _described(self._values(target), self._device)
@@ -193,19 +193,6 @@ class Migration:
         for (_, room), data in zip(rooms, landed, strict=True):
             if data.data_ptr() != room.data_ptr():
                 room.copy_(data.view(room.dtype).view(room.shape))
-
-    def _refuse_copies(self) -> None:
-        """Refuses to move tensors of which the user has made copies, which would be where they were."""
-        for optimizer in self._optimizers:  # state goes with the real parameter
-            for parameter in [p for p in optimizer.state if p.is_meta]:
-                del optimizer.state[parameter]
-        if kept := sorted({copy.held.name for copy in self._here.made.values()}):
-            raise RuntimeError(
-                f"layers stay where they are, because somebody keeps copies of {', '.join(kept[:3])}, which do not go"
-                " with them"
-            )
-        if new := sorted(named(self._modules[0]).keys() - self._old.layer_of.keys()):
-            raise RuntimeError(f"layers stay where they are, because {', '.join(new[:3])} is new, on some ranks only")
 
     def _values(self, target: int) -> dict[Any, Any]:
         """Returns what this rank sends to another, by kind, number of the module or optimizer, and name."""
@@ -256,6 +243,27 @@ class Migration:
                 optimizer.state[parameter] = state
             for path in [path for kind, of, path in staged if (kind, of) == ("extra", number)]:
                 module.get_submodule(path).set_extra_state(staged["extra", number, path])
+
+
+def refuse_copies(module: nn.Module, optimizers: Sequence[Optimizer], old: Ownership, here: Here) -> None:
+    """Refuses to move tensors of which the user has made copies, which would be where they were.
+
+    Args:
+        module, optimizers, old, here: as `Migration` has them.
+
+    Raises:
+        RuntimeError: there are such copies, or tensors that are new on some ranks only.
+    """
+    for optimizer in optimizers:  # state goes with the real parameter
+        for parameter in [p for p in optimizer.state if p.is_meta]:
+            del optimizer.state[parameter]
+    if kept := sorted({copy.held.name for copy in here.made.values()}):
+        raise RuntimeError(
+            f"layers stay where they are, because somebody keeps copies of {', '.join(kept[:3])}, which do not go"
+            " with them"
+        )
+    if new := sorted(named(module).keys() - old.layer_of.keys()):
+        raise RuntimeError(f"layers stay where they are, because {', '.join(new[:3])} is new, on some ranks only")
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------
