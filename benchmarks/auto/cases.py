@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,11 +66,6 @@ CASES = (
 QUICK = ("1:1:1/2:1/4", "slow link")
 
 
-def scenario_of(case: Case, repeat: int) -> Scenario:
-    """Returns the case's scenario with other draws in each repeat."""
-    return replace(case.scenario, seed=repeat)
-
-
 class Net(LightningModule):
     """Layers of equal work; what they really compute is small against what is emulated."""
 
@@ -93,8 +87,4 @@ def loader(case: Case, steps: int) -> DataLoader[tuple[Tensor, ...]]:
     """Returns the data of a whole training, the same on all ranks."""
     x = torch.randn(PER_RANK * case.ranks * steps, WIDTH, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x[:, :1]), batch_size=PER_RANK)
-
-
-Times = Mapping[str, list[dict[str, Any]]]
-"""Runs by engine, one per repeat."""
 

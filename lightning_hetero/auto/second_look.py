@@ -54,7 +54,8 @@ class SecondLook:
             return None
         try:
             costs = costs_of(ledger)
-            seen = replace(self._setup, costs=costs.lines, slowness=costs.slowness, exchange_s=costs.rest_s)
+            seen = replace(self._setup, costs=costs.lines, slowness=costs.slowness, exchange_s=costs.rest_s,
+                           own_s=0.0)  # fmt: skip  # is in the work that was recorded
             found = choose(seen, self._engines, self._refused)
         except ValueError:  # a rank has had no samples, or there are too few for these ranks
             return None

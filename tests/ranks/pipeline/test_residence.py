@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.measure import timer
 from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.fit import rehearsal as rehearsing
-from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_own
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model
 from lightning_hetero.pipeline.runtime.measure import memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
@@ -217,7 +217,7 @@ def test_an_updates_own_time_is_reading_and_the_optimizers_step_and_nothing_stay
     module = Planned(looks_ahead=looks_ahead)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     step = replace(rehearsal(module), loader=DataLoader(regression(32), batch_size=16, collate_fn=collated))
-    assert measure_own(step) == own_s
+    assert measure_model(step, micro_batch_size=None, checkpoint_layers=False, own=True).own_s == own_s
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert module.trainer.train_dataloader is None  # nothing of the fit has begun
