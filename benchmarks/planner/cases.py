@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import Scenario
 from lightning_hetero.plan.estimate import EngineName
 
-PER_RANK, STEPS, WARM_UP = 16, 28, 10
+PER_RANK, STEPS = 16, 28
 WIDTH, LAYERS = 64, 6
 
 

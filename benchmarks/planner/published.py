@@ -154,6 +154,7 @@ def _trace() -> Setup:
 
 # ---- DBS (repository Soptq/DBS): three workers on one device, one alone; real contention, nothing emulated -----------
 
+BOOKKEEPING = "bookkeeping"  # what engines take besides work
 CONTENDED = "DBS: three workers on one device, one alone, real"
 SHARED = 3  # ranks 0 to 2
 CONTENDED_SOURCE = "repository Soptq/DBS: DenseNet-121, batch 512; here products of matrices on two cores"

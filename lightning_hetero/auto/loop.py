@@ -18,7 +18,7 @@ from lightning_hetero.lightning_compat.patches import patched
 _STEPS, _FIRST = 15, 5  # of the short fit, and how many of them do not count
 
 
-class _Nothing(LightningModule):
+class Nothing(LightningModule):
     """Has a step that computes next to nothing, and notes when it begins."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Nothing(LightningModule):
 
 def loop_s() -> float:
     """Returns the median time of a step that computes next to nothing, of a short fit of its own on the CPU [s]."""
-    module = _Nothing()
+    module = Nothing()
     with patched(rank_zero_only, "rank", 1):  # so that it says nothing
         trainer = Trainer(
             accelerator="cpu", devices=1, max_steps=_STEPS, plugins=[LightningEnvironment()], logger=False,

@@ -128,7 +128,7 @@ def test_one_layer_at_a_time_is_on_the_device(device: CountedDevice) -> None:
     assert whole > 9 * LAYER_BYTES
     device.cap_bytes = 2 * LAYER_BYTES
     before = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    model, calls, _ = measured(module)
+    model, calls, *_ = measured(module)
     assert calls == 1 and len(model.layers) == 10
     assert outside + LAYER_BYTES <= device.peak_bytes <= outside + 1.01 * LAYER_BYTES
     now = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -159,7 +159,7 @@ def test_what_fits_nowhere_is_told_with_a_way_out(device: CountedDevice) -> None
     with pytest.raises(torch.OutOfMemoryError, match=r"the whole model with 2 samples does not fit.*backbone='tower'"):
         measured(module, named=False)
     device.cap_bytes = 20 * LAYER_BYTES
-    model, calls, _ = measured(module, named=False)
+    model, calls, *_ = measured(module, named=False)
     assert calls == 1 and [layer.name for layer in model.layers] == ["Wide"]
     trained = sum(p.nbytes for p in module.parameters())
     assert model.layers[0].param_bytes == trained
