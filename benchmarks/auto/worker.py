@@ -19,10 +19,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.auto.cases import CASES, Case, Net, loader
+from benchmarks.auto.cases import CASES, LAYERS, PER_RANK, WIDTH, Case
 from benchmarks.emulated import Emulated
 from benchmarks.kit.figures import SETTLED
 from benchmarks.kit.training import Clock, fit, forgetting, gathered, gloo
+from benchmarks.planner.cases import Net, loader
 from benchmarks.torchrun import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.auto import warm_up
@@ -90,7 +91,7 @@ def train(engine: str, case: Case, steps: int, repeat: int) -> dict[str, Any]:
         of_pipeline = {"cluster": case.cluster, "emulate_links": True}
         more |= {"pipeline": of_pipeline, "auto": {"options": {"hetero_pipeline": of_pipeline}}}.get(engine, {})
     strategy: Any = gloo(MADE[engine], **more)
-    module, data = Net(), loader(case, steps)
+    module, data = Net(WIDTH, LAYERS), loader(case.ranks, PER_RANK, steps, WIDTH)
     with forgetting(), links_as_described(case.cluster):
         dist.barrier()
         began_s = time.perf_counter()

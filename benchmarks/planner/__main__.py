@@ -116,18 +116,10 @@ def measure_real(name: str, repeats: int, quick: bool) -> dict[str, list[dict[st
 def large(ranks: int) -> Setup:
     """Returns so many devices of three speeds on nodes of eight, and a GPT."""
     devices = [{"speed": v, "mem": "40 GB", "count": n} for v, n in ((1.0, 4), (0.5, 2), (0.25, 2))]
-    nodes = [
-        {"name": "node", "count": ranks // 8, "devices": devices, "link": {"bandwidth": "50 GB/s", "latency": "5 us"}}
-    ]
+    inside = {"bandwidth": "50 GB/s", "latency": "5 us"}
+    nodes = [{"name": "node", "count": ranks // 8, "devices": devices, "link": inside}]
     cluster = cluster_from_plain({"nodes": nodes, "link": {"bandwidth": "12 GB/s", "latency": "20 us"}})
-    sizes = {
-        "kind": "transformer",
-        "layers": 24,
-        "width": 1024,
-        "window": 1024,
-        "flops_per_s": 6e13,
-        "vocabulary": 50257,
-    }
+    sizes = {"kind": "transformer", "layers": 24, "width": 1024, "window": 1024, "vocabulary": 50257, "flops_per_s": 6e13}
     return Setup(cluster=cluster, model=model_from_formula(sizes), global_batch=4 * len(cluster.devices))
 
 

@@ -52,12 +52,12 @@ CASES = (
 class Net(LightningModule):
     """Layers of equal work; small, for its real work must stay below what is emulated."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
-            self.model, self.head = nn.Sequential(*(Whole(block) for block in blocks)), nn.Linear(WIDTH, 1)
+            blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+            self.model, self.head = nn.Sequential(*(Whole(block) for block in blocks)), nn.Linear(width, 1)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return loader(1)
@@ -80,7 +80,9 @@ class Whole(nn.Module):
         return self.block(x)
 
 
-def loader(ranks: int, per_rank: int = PER_RANK, steps: int = STEPS) -> DataLoader[tuple[Tensor, ...]]:
+def loader(
+    ranks: int, per_rank: int = PER_RANK, steps: int = STEPS, width: int = WIDTH
+) -> DataLoader[tuple[Tensor, ...]]:
     """Returns the data of a whole training, the same on all ranks."""
-    x = torch.randn(per_rank * ranks * steps, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(per_rank * ranks * steps, width, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x[:, :1]), batch_size=per_rank)

@@ -32,17 +32,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-class Embedding(nn.Module):
-    """Characters and their positions."""
-
-    def __init__(self, window: int, width: int) -> None:
-        super().__init__()
-        self.characters, self.positions = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.zeros(window, width))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.characters(ids) + self.positions
-
-
 class Convolution(nn.Module):
     """A convolution, normalised by group; the image gets half as large where channels get more."""
 
@@ -111,7 +100,7 @@ def _gpt(name: str, width: int, blocks: int, window: int, per_rank: int) -> Mode
     def make() -> Net:
         layers: list[nn.Module] = [CausalBlock(width, 4) for _ in range(blocks)]
         head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
-        return Net(Embedding(window, width), layers, head)
+        return Net(nn.Embedding(VOCABULARY, width), layers, head)
 
     def inputs(samples: int) -> tuple[Tensor, Tensor]:
         ids = torch.randint(0, VOCABULARY, (2, samples, window))

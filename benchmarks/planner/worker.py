@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -28,7 +29,6 @@ from benchmarks.planner.models import MODELS
 from benchmarks.planner.published import BOOKKEEPING, CONTENDED, ENGINES, SETUPS, SHARED, WARM_UP
 from benchmarks.torchrun import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
-from lightning_hetero.auto.loop import Nothing
 from lightning_hetero.cluster.engine_times import LOOPS
 from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.plan.planner import plan
@@ -72,9 +72,7 @@ def publish(name: str, setting: dict[str, Any], rank: int) -> dict[str, Any]:
     one = next(one for one in SETUPS if one.name == setting["name"])
     setup, steps, ranks = one.make(), one.length(setting["quick"]), dist.get_world_size()
     exchange_s = one.scale * setup.exchange()
-    scenario = one.scenario(rank)
-    exchange = {(1.0,) * ranks: exchange_s} if exchange_s else {}
-    clock, emulated = Clock(), LinkedDevices(scenario, exchange)
+    clock, emulated = Clock(), LinkedDevices(one.scenario(rank), {(1.0,) * ranks: exchange_s} if exchange_s else {})
     data = loader(ranks, setup.global_batch // ranks, steps)
     fit(_engine(name, setup.min_samples), Net(), data, steps=steps, callbacks=[clock, emulated])
     found_s = step_s(clock, WARM_UP, mean=bool(setup.slowness))
@@ -131,7 +129,7 @@ def bookkeeping() -> dict[str, list[float]]:
     that of Lightning on one device; in turns."""
     found: dict[str, list[float]] = {engine: [] for engine in LOOPS}
     for _ in range(5):
-        alone_s = _used_s("auto", 1)
+        alone_s = _used_s("", 1)
         for engine, ratios in found.items():
             ratios.append(_used_s(engine, dist.get_world_size()) / alone_s)
     return found
@@ -142,8 +140,10 @@ def _used_s(engine: str, ranks: int) -> float:
     used_s = list[float]()
     for steps in (SHORT, LONG):
         began_s = _process_s()
-        strategy: Any = gloo(CLASSES[engine]) if ranks > 1 else engine
-        fit(strategy, Nothing(), DataLoader(torch.zeros(steps * ranks)), steps=steps, callbacks=[], ranks=ranks)
+        strategy: Any = gloo(CLASSES[engine]) if ranks > 1 else "auto"
+        torch.manual_seed(0)  # the same data on all ranks
+        data = RandomDataset(32, steps * ranks)
+        fit(strategy, BoringModel(), DataLoader(data), steps=steps, callbacks=[], ranks=ranks)
         used_s.append(_process_s() - began_s)
     return (used_s[1] - used_s[0]) / (LONG - SHORT)
 

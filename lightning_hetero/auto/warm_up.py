@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,22 +44,8 @@ _LEVEL = 0.05  # speeds that differ by less are taken for equal
 _LONG = 0.25  # of the slowest rank's work: where an exchange takes longer, links and layers are worth a look
 
 
-class _Tried(NamedTuple):
-    """What a rank measures for itself.
-
-    Attributes:
-        model: costs of the module.
-        cost: of a step on this rank; of an emulated device as its scenario says.
-        slowness: times of successive steps over their median.
-        own_s: of an update besides work and exchange: reading a batch, the optimizer's step [s].
-        loop_s: see `lightning_hetero.auto.loop.loop_s` [s].
-    """
-
-    model: ModelCost
-    cost: AffineCost
-    slowness: tuple[float, ...]
-    own_s: float
-    loop_s: float
+_Tried = tuple[ModelCost, AffineCost, tuple[float, ...], float, float]
+"""What a rank measures for itself: the module; a step on this rank, and how steps differ; reading and stepping; the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +77,15 @@ class WarmUp:
             RuntimeError: a rank could not measure; says which and why, on all ranks.
         """
         share = -(-self.global_batch // self.channel.world_size)
-        tried = self._together(lambda: self._tried(share))
-        model, costs = tried[0].model, tuple(one.cost for one in tried)
-        steps = min(len(one.slowness) for one in tried)
+        (model, *_), costs, series, owns_s, loops_s = zip(*self._together(lambda: self._tried(share)), strict=True)
+        steps = min(map(len, series))
         work_s = [cost.seconds(share) for cost in costs]
         exchange_s = self._exchange(round(math.fsum(part.param_bytes for part in model.parts) / 4))  # as many float32
         cluster = self._cluster([work_s[0] / max(s, 1e-9) for s in work_s], exchange_s > _LONG * max(work_s))
         setup = Setup(
             cluster=cluster, global_batch=self.global_batch, model=_scaled(model, costs[0], share), costs=costs,
-            exchange_s=exchange_s, own_s=max(one.own_s for one in tried), loop_s=median(one.loop_s for one in tried),
-            slowness=tuple(one.slowness[:steps] for one in tried),
+            exchange_s=exchange_s, own_s=max(owns_s), loop_s=median(loops_s),
+            slowness=tuple(one[:steps] for one in series),
         )  # fmt: skip
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)
@@ -120,7 +105,7 @@ class WarmUp:
             cost, slowness = _emulated(scenario, rank, samples)
         elif scenario is not None:  # real work, stretched
             cost = cost.times(1.0 / scenario.speed(rank, 0))
-        return _Tried(model, cost, slowness, own_s, loop_s())
+        return model, cost, slowness, own_s, loop_s()
 
     def _together(self, measure: Callable[[], _Tried]) -> list[_Tried]:
         """Returns what all ranks have measured; raises on all of them if one could not."""

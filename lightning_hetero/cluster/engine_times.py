@@ -18,7 +18,7 @@ from lightning_hetero.solvers.minimax import fractional_s
 from lightning_hetero.types import AffineCost, Cost, SpeedSample
 
 OVERHEAD = 1.03  # of an update of the stale engine, over ranks that never wait: what its policy wastes or holds back
-LOOPS = {"ddp": 2.4, "balanced": 2.9, "stale": 5.5, "pipeline": 3.3}
+LOOPS = {"ddp": 2.2, "balanced": 2.7, "stale": 3.7, "pipeline": 4.4}
 """Processor time of a step that computes next to nothing under each engine, the server's included, over that of Lightning
 on one device: both are bookkeeping, so the machine cancels out. By `python -m benchmarks.planner --only bookkeeping`."""
 _MOST_STEPS = 400
