@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.auto.cases import CASES, LAYERS, PER_RANK, WIDTH, Case
-from benchmarks.emulated import Emulated
 from benchmarks.kit.figures import SETTLED
 from benchmarks.kit.training import Clock, fit, forgetting, gathered, gloo
+from benchmarks.pipeline.devices import LinkedDevices
 from benchmarks.planner.cases import Net, loader
 from benchmarks.torchrun import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
@@ -37,30 +33,6 @@ MADE = {
     "pipeline": HeteroPipelineStrategy,
     "auto": AutoStrategy,
 }
-
-
-class SlowSums(Callback):
-    """Lets DDP's sums of gradients take the time they would over described links, beside the backward pass."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.link = cluster, ThreadPoolExecutor(1)  # one sum after the other
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        model, ranks, rank = trainer.strategy.model, tuple(range(trainer.world_size)), trainer.global_rank
-        if not isinstance(model, DistributedDataParallel):
-            return
-        group: Any = model.process_group
-
-        def summed(state, bucket):  # torch looks at annotations, and does not know texts
-            seconds = sums_s(self.cluster, {ranks: float(bucket.buffer().nbytes)}, rank)
-            own, arrived = allreduce_hook(group, bucket), torch.futures.Future()
-            self.link.submit(lambda: arrived.set_result(slow(own.wait, lambda: seconds)()))
-            return arrived
-
-        model.register_comm_hook(None, summed)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.link.shutdown()
 
 
 @contextmanager
@@ -83,19 +55,20 @@ def links_as_described(cluster: Cluster | None) -> Iterator[None]:
 
 def train(engine: str, case: Case, steps: int, repeat: int) -> dict[str, Any]:
     """Trains once; returns the time from `fit` on, of a step, and what was chosen and predicted. Collective."""
-    clock, emulated = Clock(), Emulated(replace(case.scenario, seed=repeat))  # other draws in each repeat
+    exchange_s, module = dict[tuple[float, ...], float](), Net(WIDTH, LAYERS)
     more: dict[str, Any] = {"engines": [f"hetero_{name}" for name in case.engines]} if engine == "auto" else {}
-    callbacks: list[Callback] = [clock, emulated]
     if case.cluster is not None:
-        callbacks.append(SlowSums(case.cluster))
+        of_all = {tuple(range(case.ranks)): float(sum(p.nbytes for p in module.parameters()))}
+        exchange_s[tuple(case.scenario.speeds)] = sums_s(case.cluster, of_all, dist.get_rank())
         of_pipeline = {"cluster": case.cluster, "emulate_links": True}
         more |= {"pipeline": of_pipeline, "auto": {"options": {"hetero_pipeline": of_pipeline}}}.get(engine, {})
     strategy: Any = gloo(MADE[engine], **more)
-    module, data = Net(WIDTH, LAYERS), loader(case.ranks, PER_RANK, steps, WIDTH)
+    clock, emulated = Clock(), LinkedDevices(replace(case.scenario, seed=repeat), exchange_s)  # other draws each time
+    data = loader(case.ranks, PER_RANK, steps, WIDTH)
     with forgetting(), links_as_described(case.cluster):
         dist.barrier()
         began_s = time.perf_counter()
-        fit(strategy, module, data, steps=steps, callbacks=callbacks)
+        fit(strategy, module, data, steps=steps, callbacks=[clock, emulated])
         dist.barrier()
         whole_s = time.perf_counter() - began_s
     found = {

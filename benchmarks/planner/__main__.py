@@ -4,11 +4,11 @@
   measures, a probe's links, the devices' speeds; the module's times are the emulation's (9 ms per sample and 18 ms per
   step). Then the ranks train as its overrides say; a step is the median behind the first ten, of the stale engine the
   mean.
-- *Real work*: MLPs, CNNs and GPTs on two ranks, a core for each, nothing emulated and nothing told. `AutoStrategy` tries
-  the model; each engine's step as the planner has it from that trial (a pipeline's from what it has measured itself),
-  against the mean step behind the first ten. *printed*: of the line of `AutoStrategy`. By the processor's clock a
-  process reads the processor time that it has used wherever it asks for the time: other programs do not count, nor
-  does waiting, and the stale engine's server is not seen.
+- *Real work*: MLPs, CNNs and GPTs on two ranks, a core for each, nothing emulated and nothing told. `AutoStrategy`
+  tries the model; each engine's step as the planner has it from that trial (a pipeline's from what it has measured
+  itself), against the mean step behind the first ten. *printed*: of the line of `AutoStrategy`. By the processor's
+  clock a process reads the processor time that it has used wherever it asks for the time: other programs do not
+  count, nor does waiting, and the stale engine's server is not seen.
 - *Bookkeeping*: the constants of `lightning_hetero.cluster.engine_times.LOOPS`, measured again.
 - *Published set-ups*, see `published`: theirs, what the planner says, and what ranks on devices emulated by the same
   inputs take.
@@ -49,9 +49,9 @@ CLOCKS = {"wall": ("ddp", "balanced", "stale", "pipeline"), "processor": ("ddp",
 SIZES = (16, 64, 256, 1024)  # devices, for processor time
 TIMES = "processor time"
 NOTES = (
-    "Emulated work is sleep, real work included; gloo, on the cores named below. Of emulated devices, loading data,"
-    " the optimizer and the framework are in the measured steps and in none of the planned ones. Medians over the repeats. The devices that"
-    " are only planned for: nodes of eight, three speeds or all different, a GPT of 24 layers."
+    "Emulated work is sleep, real work included; gloo, on the cores named below. Of emulated devices, loading data, the"
+    " optimizer and the framework are in the measured steps and in none of the planned ones. Medians over the repeats."
+    " The devices that are only planned for: nodes of eight, three speeds or all different, a GPT of 24 layers."
 )
 
 
@@ -119,7 +119,8 @@ def large(ranks: int) -> Setup:
     inside = {"bandwidth": "50 GB/s", "latency": "5 us"}
     nodes = [{"name": "node", "count": ranks // 8, "devices": devices, "link": inside}]
     cluster = cluster_from_plain({"nodes": nodes, "link": {"bandwidth": "12 GB/s", "latency": "20 us"}})
-    sizes = {"kind": "transformer", "layers": 24, "width": 1024, "window": 1024, "vocabulary": 50257, "flops_per_s": 6e13}
+    sizes = {"kind": "transformer", "layers": 24, "width": 1024, "window": 1024}
+    sizes |= {"vocabulary": 50257, "flops_per_s": 6e13}
     return Setup(cluster=cluster, model=model_from_formula(sizes), global_batch=4 * len(cluster.devices))
 
 

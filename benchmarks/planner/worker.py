@@ -31,6 +31,7 @@ from benchmarks.torchrun import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.cluster.engine_times import LOOPS
 from lightning_hetero.pipeline.decide.costs import model_from_plain
+from lightning_hetero.plan.estimate import EngineName
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.solvers.plans import plan_from_plain
@@ -95,11 +96,11 @@ def contend(rank: int, quick: bool) -> dict[str, Any]:
     return found
 
 
-def real(name: str, engines: Sequence[str], quick: bool) -> dict[str, Any]:
+def real(name: str, engines: Sequence[EngineName], quick: bool) -> dict[str, Any]:
     """Trains a model by `AutoStrategy`, then by each engine: nothing is emulated and nothing told.
 
     Returns:
-        The steps, as the trial's plan has them and as they came. A pipeline is planned from what it has measured itself.
+        The steps, as the trial's plan has them and as they came; a pipeline's plan is from what it has measured itself.
     """
     model, ranks = next(one for one in MODELS if one.name == name), dist.get_world_size()
     steps, found = WARM_UP + (6 if quick else 30), dict[str, Any]()
@@ -110,14 +111,15 @@ def real(name: str, engines: Sequence[str], quick: bool) -> dict[str, Any]:
             fit(strategy, model.make(), DataLoader(data, batch_size=model.per_rank), steps=steps, callbacks=[clock])
         return step_s(clock, WARM_UP, mean=True)
 
-    auto = gloo(AutoStrategy, engines=[f"hetero_{name}" for name in engines if name != "ddp"])
+    auto: Any = gloo(AutoStrategy, engines=[f"hetero_{name}" for name in engines if name != "ddp"])
     auto_s = trained_s(auto)
     said, setup = auto.choice.plan, auto.choice.plan.setup
     for engine in engines:
-        strategy = gloo(CLASSES[engine], **({"backbone": "layers"} if engine == "pipeline" else {}))
+        strategy: Any = gloo(CLASSES[engine], **({"backbone": "layers"} if engine == "pipeline" else {}))
         found[engine] = {"step_s": trained_s(strategy)}
         if engine == "pipeline":
-            setup = replace(setup, cluster=strategy.planned.cluster, model=strategy.planned.model, costs=(), slowness=())
+            own = strategy.planned
+            setup = replace(setup, cluster=own.cluster, model=own.model, costs=(), slowness=())
         found[engine]["planned_s"] = plan(setup, [engine]).estimates[0].step_s
     found["auto"] = {"step_s": auto_s, "planned_s": said.chosen.step_s, "took": auto.choice.engine,
                      "gain": found["ddp"]["step_s"] / auto_s, "planned_gain": said.gain}  # fmt: skip

@@ -19,7 +19,7 @@ _STEPS, _FIRST = 15, 5  # of the short fit, and how many of them do not count
 
 
 def loop_s() -> float:
-    """Returns the median time of a step of Lightning's own `BoringModel`, which computes next to nothing, on the CPU [s].
+    """Returns the median time of a step of Lightning's `BoringModel`, which computes next to nothing, on the CPU [s].
 
     Draws from the generators of random numbers.
     """

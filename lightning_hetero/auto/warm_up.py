@@ -45,7 +45,7 @@ _LONG = 0.25  # of the slowest rank's work: where an exchange takes longer, link
 
 
 _Tried = tuple[ModelCost, AffineCost, tuple[float, ...], float, float]
-"""What a rank measures for itself: the module; a step on this rank, and how steps differ; reading and stepping; the loop."""
+"""What a rank measures for itself: the module; its step, how steps differ; reading and stepping; Lightning's loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +132,14 @@ class WarmUp:
         )
 
     def _exchange(self, size: int) -> float:
-        """Returns the time of a sum of so many float32 over all ranks, nobody being late, in a copy as DDP makes [s]."""
+        """Returns the time of a sum of so many float32 over all ranks, in a copy as DDP's, nobody being late [s]."""
         if not size:
             return 0.0
-        data, group = torch.zeros(size, device=self.strategy.root_device), self.channel.group
-        gradients = torch.zeros_like(data)
-
-        def exchange() -> None:
-            data.copy_(gradients)
-            dist.all_reduce(data)
-            gradients.copy_(data)
-
-        seconds = usual_s(exchange, data.device, before=lambda: dist.barrier(group))
+        own, copy = torch.zeros((2, size), device=self.strategy.root_device)
+        seconds = usual_s(
+            lambda: (copy.copy_(own), dist.all_reduce(copy), own.copy_(copy)), copy.device,
+            before=lambda: dist.barrier(self.channel.group),
+        )  # fmt: skip
         return float(max(self.channel.all_gather_object(seconds)))
 
     def _cluster(self, speeds: list[float], links: bool) -> Cluster:

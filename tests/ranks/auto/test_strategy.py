@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import AutoStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
 from lightning_hetero.auto import warm_up
-from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.auto.loop import loop_s
+from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.pipeline.fit import planning
 from lightning_hetero.pipeline.runtime.measure import around_backbone
 from lightning_hetero.plan.setup import Setup

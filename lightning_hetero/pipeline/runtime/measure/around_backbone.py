@@ -186,13 +186,12 @@ class _Bench:
 
     def runs(self, samples: int, body: Callable[[], Any], count: int) -> list[_Seen]:
         """Returns so many runs, after one that does not count; where they take long, fewer."""
-        found: list[_Seen] = []
         try:
             with torch.enable_grad():
                 self.timer.warm_up(lambda: self._run(samples, body))
                 self._run(samples, body)
-                began_s = time.perf_counter()
-                while len(found) < min(count, _LEAST) or len(found) < count and time.perf_counter() < began_s + _ENOUGH_S:
+                until_s, found = time.perf_counter() + _ENOUGH_S, list[_Seen]()
+                while len(found) < (count if time.perf_counter() < until_s else min(count, _LEAST)):
                     found.append(self._run(samples, body))
                 return found
         finally:
