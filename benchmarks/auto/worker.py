@@ -28,11 +28,9 @@ from lightning_hetero.types import Cluster
 
 LEAST_BYTES = 1e5  # of a sum that is slowed down: smaller ones are an engine's own
 MADE = {
-    "balanced": LoadBalancedStrategy,
-    "stale": BoundedStalenessStrategy,
-    "pipeline": HeteroPipelineStrategy,
+    "balanced": LoadBalancedStrategy, "stale": BoundedStalenessStrategy, "pipeline": HeteroPipelineStrategy,
     "auto": AutoStrategy,
-}
+}  # fmt: skip
 
 
 @contextmanager

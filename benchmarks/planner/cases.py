@@ -41,9 +41,7 @@ CASES = (
     Case(name="2 fast, 1 half, 1 quarter", scenario=_mix(1.0, 1.0, 0.5, 0.25)),
     Case(name="4 equal", scenario=_mix(1.0, 1.0, 1.0, 1.0)),
     Case(
-        name="2 + 2, half as fast, no device holds the model",
-        scenario=_mix(1.0, 1.0, 0.5, 0.5),
-        engines=("pipeline",),
+        name="2 + 2, half as fast, no device holds the model", scenario=_mix(1.0, 1.0, 0.5, 0.5), engines=("pipeline",),
         holds=0.45,
     ),
 )  # fmt: skip

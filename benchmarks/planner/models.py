@@ -110,10 +110,7 @@ def _gpt(name: str, width: int, blocks: int, window: int, per_rank: int) -> Mode
 
 
 MODELS = (
-    _mlp("mlp, small", 512, 8, 64),
-    _mlp("mlp, large", 1024, 8, 64),
-    _cnn("cnn, small", (16, 16, 32, 32, 64, 64), 32, 16),
-    _cnn("cnn, large", (32, 32, 64, 64, 128, 128), 32, 16),
-    _gpt("gpt, small", 64, 4, 32, 8),
-    _gpt("gpt, large", 128, 6, 64, 8),
-)
+    _mlp("mlp, small", 512, 8, 64), _mlp("mlp, large", 1024, 8, 64),
+    _cnn("cnn, small", (16, 16, 32, 32, 64, 64), 32, 16), _cnn("cnn, large", (32, 32, 64, 64, 128, 128), 32, 16),
+    _gpt("gpt, small", 64, 4, 32, 8), _gpt("gpt, large", 128, 6, 64, 8),
+)  # fmt: skip

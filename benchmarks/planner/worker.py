@@ -39,12 +39,9 @@ from lightning_hetero.solvers.plans import plan_from_plain
 CONTENDED_BATCH, CONTENDED_STEPS = 96, 30
 SHORT, LONG = 40, 240  # steps that compute next to nothing
 CLASSES: dict[str, Any] = {
-    "ddp": DDPStrategy,
-    "balanced": LoadBalancedStrategy,
-    "stale": BoundedStalenessStrategy,
-    "pipeline": HeteroPipelineStrategy,
-    "auto": AutoStrategy,
-}
+    "ddp": DDPStrategy, "balanced": LoadBalancedStrategy, "stale": BoundedStalenessStrategy,
+    "pipeline": HeteroPipelineStrategy, "auto": AutoStrategy,
+}  # fmt: skip
 
 
 def step_s(clock: Clock, first: int, *, mean: bool) -> float:

@@ -78,14 +78,13 @@ class WarmUp:
         """
         share = -(-self.global_batch // self.channel.world_size)
         (model, *_), costs, series, owns_s, loops_s = zip(*self._together(lambda: self._tried(share)), strict=True)
-        steps = min(map(len, series))
         work_s = [cost.seconds(share) for cost in costs]
         exchange_s = self._exchange(round(math.fsum(part.param_bytes for part in model.parts) / 4))  # as many float32
         cluster = self._cluster([work_s[0] / max(s, 1e-9) for s in work_s], exchange_s > _LONG * max(work_s))
         setup = Setup(
             cluster=cluster, global_batch=self.global_batch, model=_scaled(model, costs[0], share), costs=costs,
             exchange_s=exchange_s, own_s=max(owns_s), loop_s=median(loops_s),
-            slowness=tuple(one[:steps] for one in series),
+            slowness=tuple(one[: min(map(len, series))] for one in series),
         )  # fmt: skip
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)

@@ -185,11 +185,10 @@ def profile_module(
             model = measured(layers)
         whole = isinstance(layers, Undivided)
         return Profile(
-            model=model,
-            spans=() if whole else tuple(tied_spans(module, layers)),
+            model=model, spans=() if whole else tuple(tied_spans(module, layers)),
             batch_size=getattr(loader, "batch_size", None),
             undivided=layers.reason if isinstance(layers, Undivided) else "",
-        )
+        )  # fmt: skip
 
     return before_first_batch(
         module, data, profile, accelerator=accelerator, devices=1, precision=precision, max_epochs=1

@@ -42,20 +42,14 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
         ranks: list[Mapping[str, Any]] = result.get("ranks") or []
         fit_s, metric = result.get("fit_s"), result.get("metric") or {}
         waiting = result.get("waiting")
-        rows.append(
-            [
-                str(result.get("job", index)),
-                str(result.get("strategy") or "-"),
-                str(result.get("scenario") or "-"),
-                *([varied[index] or "-"] if told else []),
-                _number(fit_s, 2),
-                f"{first_s / fit_s:.2f}x" if first_s and fit_s else "-",
-                _number(result.get("samples_per_s"), 1),
-                *(_number(metric.get("value") if metric.get("name") == name else None, 4) for name in names),
-                "/".join(f"{100 * rank['share']:.0f}" for rank in ranks) or "-",
-                _number(None if waiting is None else 100 * waiting, 1),
-            ]
-        )
+        rows.append([
+            str(result.get("job", index)), str(result.get("strategy") or "-"), str(result.get("scenario") or "-"),
+            *([varied[index] or "-"] if told else []), _number(fit_s, 2),
+            f"{first_s / fit_s:.2f}x" if first_s and fit_s else "-", _number(result.get("samples_per_s"), 1),
+            *(_number(metric.get("value") if metric.get("name") == name else None, 4) for name in names),
+            "/".join(f"{100 * rank['share']:.0f}" for rank in ranks) or "-",
+            _number(None if waiting is None else 100 * waiting, 1),
+        ])  # fmt: skip
     return format_table(header, rows)
 
 

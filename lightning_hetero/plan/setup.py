@@ -204,9 +204,6 @@ def setup_from_run(run: RecordedRun, *, global_batch: int | None = None, ledger:
     speeds = [found.lines[0].seconds(each) / cost.seconds(each) for cost in found.lines]
     devices = tuple(Device(name=name, speed=speed) for name, speed in zip(names, speeds, strict=True))
     return Setup(
-        cluster=Cluster(devices=devices, links=((Link(),) * run.ranks,) * run.ranks),
-        costs=found.lines,
-        exchange_s=found.rest_s,
-        global_batch=batch,
-        slowness=found.slowness,
-    )
+        cluster=Cluster(devices=devices, links=((Link(),) * run.ranks,) * run.ranks), costs=found.lines,
+        exchange_s=found.rest_s, global_batch=batch, slowness=found.slowness,
+    )  # fmt: skip
