@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -248,27 +249,19 @@ def published(results: Results) -> str:
 
 
 def predictions(results: Results) -> str:
-    """Of docs/benchmarks.md: how well each engine's model foretells what it is asked about."""
-    kinds = {
-        "own work, processor time": "own work, processor time",
-        "own work": "own work, by the wall clock",
-        "step": "step, by the wall clock",
-    }
+    """Of docs/benchmarks.md: how well an update is planned where nothing is emulated, by engine and clock."""
     rows = []
-    for engine in ("balanced", "stale", "pipeline", "pipeline, one chain"):
-        row = [engine]
-        for kind in kinds:
-            name = f"all models, {engine}: {kind}, predicted / measured"
-            each = [results.text(f"{name}, {which}", "{:.2f}") for which in ("median", "least", "greatest")]
-            row.append(DASH if DASH in each else "{} ({} to {})".format(*each))
+    for engine in ("ddp", "balanced", "stale", "pipeline", "auto, printed"):
+        row = ["`hetero_auto`, as printed" if "auto" in engine else engine]
+        for clock in ("processor", "wall"):
+            end = f", {engine}, {clock} clock: planned / measured"
+            found = [value["value"] for name, value in results.figures.items() if name.endswith(end)]
+            row.append(f"{statistics.median(found):.2f} ({_span(found)})" if found else DASH)
         rows.append(row)
-    loads = results.raw["load_before"]
-    return _joined(
-        _table(["predicted / measured", *kinds.values()], rows),
-        f"Medians over the models (least to greatest); {len(loads)} starts of everything, a core for each of two ranks."
-        f" The load average was {_span(loads, '{:.0f}')} when they began: above two, other programs lengthen steps by"
-        " the wall clock.",
-    )
+    if all(row[1:] == [DASH, DASH] for row in rows):
+        return "Steps of real work have not been measured yet."
+    head = ["planned / measured step, median of the models (least to greatest)", "processor time", "wall clock"]
+    return _table(head, rows)
 
 
 def federated(results: Results) -> str:
@@ -359,7 +352,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "stale": ("stale", stale),
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
-    "predictions": ("planning_real", predictions),
+    "predictions": ("planner", predictions),
     "published": ("planner", published),
     "federated": ("federated", federated),
     "peers": ("peers", peers),

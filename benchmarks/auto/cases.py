@@ -1,15 +1,9 @@
-"""Emulated devices, what is trained on them, and by whom; pure but for the model."""
+"""Emulated devices, what is trained on them, and by whom; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import Scenario
 from lightning_hetero.cluster.spec import equal_cluster
@@ -65,36 +59,3 @@ CASES = (
     Case(name="slow link", scenario=_mix(1.0, 1.0, 1.0, 1.0), link=SLOW, engines=("balanced", "pipeline")),
 )
 QUICK = ("1:1:1/2:1/4", "slow link")
-
-
-def scenario_of(case: Case, repeat: int) -> Scenario:
-    """Returns the case's scenario with other draws in each repeat."""
-    return replace(case.scenario, seed=repeat)
-
-
-class Net(LightningModule):
-    """Layers of equal work; what they really compute is small against what is emulated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng([]):
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
-            self.head = nn.Linear(WIDTH, 1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def loader(case: Case, steps: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Returns the data of a whole training, the same on all ranks."""
-    x = torch.randn(PER_RANK * case.ranks * steps, WIDTH, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x[:, :1]), batch_size=PER_RANK)
-
-
-Times = Mapping[str, list[dict[str, Any]]]
-"""Runs by engine, one per repeat."""
-

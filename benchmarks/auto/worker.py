@@ -1,4 +1,4 @@
-"""One rank: trains cases by each engine and by `AutoStrategy`, from `fit` on; started by torchrun."""
+"""One rank: trains a case by each engine and by `AutoStrategy`, from `fit` on; started by torchrun."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.auto.cases import CASES, Case, Net, loader, scenario_of
-from benchmarks.emulated import Emulated
+from benchmarks.auto.cases import CASES, LAYERS, PER_RANK, WIDTH, Case
+from benchmarks.kit.figures import SETTLED
+from benchmarks.kit.training import Clock, fit, forgetting, gathered, gloo
+from benchmarks.pipeline.devices import LinkedDevices
+from benchmarks.planner.cases import Net, loader
 from benchmarks.torchrun import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.auto import warm_up
@@ -27,53 +27,10 @@ from lightning_hetero.emulate.links import slow, sums_s
 from lightning_hetero.types import Cluster
 
 LEAST_BYTES = 1e5  # of a sum that is slowed down: smaller ones are an engine's own
-WARM_UP = 10  # first steps, which are no measure of the others
 MADE = {
-    "balanced": LoadBalancedStrategy,
-    "stale": BoundedStalenessStrategy,
-    "pipeline": HeteroPipelineStrategy,
+    "balanced": LoadBalancedStrategy, "stale": BoundedStalenessStrategy, "pipeline": HeteroPipelineStrategy,
     "auto": AutoStrategy,
-}
-
-
-class Ends(Callback):
-    """Notes when training begins, and when each batch ends."""
-
-    def __init__(self) -> None:
-        self.began_s = 0.0
-        self.ends_s: list[float] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.began_s = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.ends_s.append(time.perf_counter())
-
-
-class SlowSums(Callback):
-    """Lets DDP's sums of gradients take the time they would over described links, beside the backward pass."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.link = cluster, ThreadPoolExecutor(1)  # one sum after the other
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        model, ranks, rank = trainer.strategy.model, tuple(range(trainer.world_size)), trainer.global_rank
-        if not isinstance(model, DistributedDataParallel):
-            return
-        group: Any = model.process_group
-
-        def summed(state, bucket):  # torch looks at annotations, and does not know texts
-            seconds = sums_s(self.cluster, {ranks: float(bucket.buffer().nbytes)}, rank)
-            own, arrived = allreduce_hook(group, bucket), torch.futures.Future()
-            self.link.submit(lambda: arrived.set_result(slow(own.wait, lambda: seconds)()))
-            return arrived
-
-        model.register_comm_hook(None, summed)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.link.shutdown()
+}  # fmt: skip
 
 
 @contextmanager
@@ -95,56 +52,45 @@ def links_as_described(cluster: Cluster | None) -> Iterator[None]:
 
 
 def train(engine: str, case: Case, steps: int, repeat: int) -> dict[str, Any]:
-    """Trains once; returns the time from `fit` on, of a step, and what was chosen and predicted."""
-    ends, emulated = Ends(), Emulated(scenario_of(case, repeat))
+    """Trains once; returns the time from `fit` on, of a step, and what was chosen and predicted. Collective."""
+    exchange_s, module = dict[tuple[float, ...], float](), Net(WIDTH, LAYERS)
     more: dict[str, Any] = {"engines": [f"hetero_{name}" for name in case.engines]} if engine == "auto" else {}
-    callbacks: list[Callback] = [ends, emulated]
     if case.cluster is not None:
-        callbacks.append(SlowSums(case.cluster))
+        of_all = {tuple(range(case.ranks)): float(sum(p.nbytes for p in module.parameters()))}
+        exchange_s[tuple(case.scenario.speeds)] = sums_s(case.cluster, of_all, dist.get_rank())
         of_pipeline = {"cluster": case.cluster, "emulate_links": True}
         more |= {"pipeline": of_pipeline, "auto": {"options": {"hetero_pipeline": of_pipeline}}}.get(engine, {})
-    strategy: Any = MADE[engine](process_group_backend="gloo", monitor=False, **more)
-    trainer = Trainer(
-        accelerator="cpu", devices=case.ranks, strategy=strategy, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
-    )  # fmt: skip
-    module, data = Net(), loader(case, steps)
-    dist.barrier()
-    began_s = time.perf_counter()
-    with links_as_described(case.cluster):
-        trainer.fit(module, data)
-    dist.barrier()
-    whole_s, steady = time.perf_counter() - began_s, ends.ends_s[WARM_UP - 1 :]
-    taken: list[Any] = [None] * case.ranks
-    dist.all_gather_object(taken, emulated.taken())
+    strategy: Any = gloo(MADE[engine], **more)
+    clock, emulated = Clock(), LinkedDevices(replace(case.scenario, seed=repeat), exchange_s)  # other draws each time
+    data = loader(case.ranks, PER_RANK, steps, WIDTH)
+    with forgetting(), links_as_described(case.cluster):
+        dist.barrier()
+        began_s = time.perf_counter()
+        fit(strategy, module, data, steps=steps, callbacks=[clock, emulated])
+        dist.barrier()
+        whole_s = time.perf_counter() - began_s
     found = {
         "whole_s": whole_s,
-        "set_up_s": ends.began_s - began_s,
-        "step_s": (steady[-1] - steady[0]) / (steps - WARM_UP),
-        "taken": max(taken),
+        "set_up_s": clock.began_s - began_s,
+        "step_s": (clock.ends_s[-1] - clock.ends_s[SETTLED - 1]) / (steps - SETTLED),
+        "taken": max(gathered(emulated.taken())),
     }
     if engine == "auto":
         choice = strategy.choice
-        chosen = choice.plan.chosen if choice.plan is not None else None
-        found |= {"took": choice.engine, "line": choice.line, "predicted_s": chosen.step_s if chosen else None}
+        found |= {"took": choice.engine, "line": choice.line, "predicted_s": choice.plan.chosen.step_s}
     return found
 
 
-def measure(setting: dict[str, Any]) -> dict[str, Any]:
-    """Returns the runs by case and engine; engines in turns, after one short training that does not count."""
-    cases = [case for case in CASES if case.name in setting["cases"]]
-    train("balanced", cases[0], 12, 0)
-    runs: dict[str, Any] = {case.name: {} for case in cases}
+def measure(rank: int, setting: dict[str, Any]) -> dict[str, Any]:
+    """Returns the runs by engine; engines in turns, after one short training that does not count."""
+    case = next(case for case in CASES if case.name == setting["case"])
+    runs: dict[str, Any] = {engine: [] for engine in (*case.engines, "auto")}
+    train("balanced", case, SETTLED + 2, 0)
     for repeat in range(setting["repeats"]):
-        for case in cases:
-            for engine in (*case.engines, "auto"):
-                runs[case.name].setdefault(engine, []).append(train(engine, case, setting["steps"], repeat))
+        for engine, one in runs.items():
+            one.append(train(engine, case, setting["steps"], repeat))
     return runs
 
 
-def main() -> None:
-    as_rank(Path(sys.argv[1]), lambda rank: measure(json.loads(sys.argv[2])))
-
-
 if __name__ == "__main__":
-    main()
+    as_rank(Path(sys.argv[1]), lambda rank: measure(rank, json.loads(sys.argv[2])))

@@ -20,7 +20,7 @@ class LinkedDevices(Emulated):
 
     Args:
         scenario: of the devices.
-        exchange_s: seconds by the devices' speeds; empty: the strategy emulates its links.
+        exchange_s: seconds by the devices' speeds; empty, or of a pipeline: the strategy emulates its links.
         options: as of `ThrottleCallback`.
     """
 
@@ -31,7 +31,7 @@ class LinkedDevices(Emulated):
         self._exchange_s = exchange_s or {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._exchange_s:
+        if self._exchange_s and not isinstance(trainer.strategy, HeteroPipelineStrategy):
             step = trainer.fit_loop.epoch_loop.total_batch_idx
             time.sleep(self._exchange_s[tuple(self.scenario.speed(rank, step) for rank in range(trainer.world_size))])
 

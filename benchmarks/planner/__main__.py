@@ -4,6 +4,12 @@
   measures, a probe's links, the devices' speeds; the module's times are the emulation's (9 ms per sample and 18 ms per
   step). Then the ranks train as its overrides say; a step is the median behind the first ten, of the stale engine the
   mean.
+- *Real work*: MLPs, CNNs and GPTs on two ranks, a core for each, nothing emulated and nothing told. `AutoStrategy`
+  tries the model; each engine's step as the planner has it from that trial (a pipeline's from what it has measured
+  itself), against the mean step behind the first ten. *printed*: of the line of `AutoStrategy`. By the processor's
+  clock a process reads the processor time that it has used wherever it asks for the time: other programs do not
+  count, nor does waiting, and the stale engine's server is not seen.
+- *Bookkeeping*: the constants of `lightning_hetero.cluster.engine_times.LOOPS`, measured again.
 - *Published set-ups*, see `published`: theirs, what the planner says, and what ranks on devices emulated by the same
   inputs take.
 - How much processor time the planner itself takes, for up to 1,024 devices, of three speeds or all different.
@@ -22,7 +28,8 @@ from typing import Any
 from benchmarks.kit.figures import DASH, Figure, figure, markdown, named
 from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.planner.cases import CASES, PER_RANK, Case, Net
-from benchmarks.planner.published import CONTENDED, CONTENDED_SOURCE, ENGINES, SETUPS, contended, steps_s
+from benchmarks.planner.models import MODELS
+from benchmarks.planner.published import BOOKKEEPING, CONTENDED, CONTENDED_SOURCE, ENGINES, SETUPS, contended, steps_s
 from benchmarks.torchrun import launch
 from lightning_hetero.cli.loading import profile_module
 from lightning_hetero.cli.ranks import probe_machine
@@ -37,13 +44,14 @@ from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import Cluster, ModelCost
 
 WORKER = "benchmarks.planner.worker"
-WITHIN = 0.10
+WITHIN, WITHIN_REAL = 0.10, 0.15
+CLOCKS = {"wall": ("ddp", "balanced", "stale", "pipeline"), "processor": ("ddp", "balanced", "pipeline")}
 SIZES = (16, 64, 256, 1024)  # devices, for processor time
 TIMES = "processor time"
 NOTES = (
-    "Emulated work is sleep, real work included; gloo, on the cores named below. Loading data, the optimizer and the"
-    " framework are in the measured steps and in none of the planned ones. Medians over the repeats. The devices that"
-    " are only planned for: nodes of eight, three speeds or all different, a GPT of 24 layers."
+    "Emulated work is sleep, real work included; gloo, on the cores named below. Of emulated devices, loading data, the"
+    " optimizer and the framework are in the measured steps and in none of the planned ones. Medians over the repeats."
+    " The devices that are only planned for: nodes of eight, three speeds or all different, a GPT of 24 layers."
 )
 
 
@@ -95,21 +103,24 @@ def measure_published(name: str, repeats: int, quick: bool) -> dict[str, list[di
     return found
 
 
+def measure_real(name: str, repeats: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Trains a model by every engine; returns what came of it by clock, one per repeat."""
+    found: dict[str, list[dict[str, Any]]] = {clock: [] for clock in CLOCKS}
+    for _ in range(repeats):
+        for clock, runs in found.items():
+            setting = {"name": name, "clock": clock, "engines": CLOCKS[clock], "quick": quick}
+            runs.append(launch(WORKER, 2, json.dumps(setting)))
+    return found
+
+
 def large(ranks: int) -> Setup:
     """Returns so many devices of three speeds on nodes of eight, and a GPT."""
     devices = [{"speed": v, "mem": "40 GB", "count": n} for v, n in ((1.0, 4), (0.5, 2), (0.25, 2))]
-    nodes = [
-        {"name": "node", "count": ranks // 8, "devices": devices, "link": {"bandwidth": "50 GB/s", "latency": "5 us"}}
-    ]
+    inside = {"bandwidth": "50 GB/s", "latency": "5 us"}
+    nodes = [{"name": "node", "count": ranks // 8, "devices": devices, "link": inside}]
     cluster = cluster_from_plain({"nodes": nodes, "link": {"bandwidth": "12 GB/s", "latency": "20 us"}})
-    sizes = {
-        "kind": "transformer",
-        "layers": 24,
-        "width": 1024,
-        "window": 1024,
-        "flops_per_s": 6e13,
-        "vocabulary": 50257,
-    }
+    sizes = {"kind": "transformer", "layers": 24, "width": 1024, "window": 1024}
+    sizes |= {"vocabulary": 50257, "flops_per_s": 6e13}
     return Setup(cluster=cluster, model=model_from_formula(sizes), global_batch=4 * len(cluster.devices))
 
 
@@ -139,6 +150,9 @@ def cases(quick: bool, repeats: int) -> Cases:
     found: dict[str, Any] = {case.name: partial(measure, case, repeats) for case in CASES[: 1 if quick else None]}
     names = [one.name for one in SETUPS] + [CONTENDED]
     found |= {name: partial(measure_published, name, repeats, quick) for name in (names[1:2] if quick else names)}
+    found |= {model.name: partial(measure_real, model.name, repeats, quick) for model in MODELS[:: 6 if quick else 1]}
+    if not quick:
+        found[BOOKKEEPING] = partial(launch, WORKER, 2, json.dumps({"name": BOOKKEEPING}))
     return {**found, TIMES: partial(processor, quick)}
 
 
@@ -152,6 +166,21 @@ def _planned(name: str, engines: dict[str, list[dict[str, float]]]) -> list[Figu
         found.append(put("planned / measured", ratio, "x", within=WITHIN))
         if "taken" in runs[0]:
             found.append(put("emulated work, taken / wanted", max(run["taken"] for run in runs), "x"))
+    return found
+
+
+def _real(model: str, by_clock: dict[str, list[dict[str, Any]]]) -> list[Figure]:
+    """Returns planned over measured of each engine by both clocks, and of what `AutoStrategy` has printed."""
+    found: list[Figure] = []
+    for clock, runs in by_clock.items():
+        for engine in runs[0]:
+            put = named(f"{model}, {'auto, printed' if engine == 'auto' else engine}, {clock} clock")
+            found.append(put("step", 1e3 * statistics.median(run[engine]["step_s"] for run in runs), "ms"))
+            ratio = statistics.median(run[engine]["planned_s"] / run[engine]["step_s"] for run in runs)
+            found.append(put("planned / measured", ratio, "x", within=WITHIN_REAL))
+        gain = statistics.median(run["auto"]["planned_gain"] / run["auto"]["gain"] for run in runs)
+        name = f"{model}, auto, printed, {clock} clock: times as fast as DDP, planned / measured"
+        found.append(figure(name, gain, "x", within=WITHIN_REAL))
     return found
 
 
@@ -193,7 +222,13 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
         planned_gain, gain = gains(runs)
         figures.append(figure(f"{name}: times as fast as DDP, planner", planned_gain, "x"))
         figures.append(figure(f"{name}: times as fast as DDP, measured", gain, "x"))
-    raw = {"processor_s": found.get(TIMES, {}), "steps": steps, "published": published}
+    real = {model.name: found[model.name] for model in MODELS if model.name in found}
+    for name, by_clock in real.items():
+        figures += _real(name, by_clock)
+    for engine, ratios in found.get(BOOKKEEPING, {}).items():
+        name = f"{engine}: processor time of a step of nothing, over Lightning's on one device"
+        figures.append(figure(name, statistics.median(ratios), "x"))
+    raw = {"processor_s": found.get(TIMES, {}), "steps": steps, "published": published, "real": real}
     return figures, raw, f"{NOTES}\n\n{published_table(found)}" if published else NOTES
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import Scenario
 from lightning_hetero.plan.estimate import EngineName
 
-PER_RANK, STEPS, WARM_UP = 16, 28, 10
+PER_RANK, STEPS = 16, 28
 WIDTH, LAYERS = 64, 6
 
 
@@ -41,9 +41,7 @@ CASES = (
     Case(name="2 fast, 1 half, 1 quarter", scenario=_mix(1.0, 1.0, 0.5, 0.25)),
     Case(name="4 equal", scenario=_mix(1.0, 1.0, 1.0, 1.0)),
     Case(
-        name="2 + 2, half as fast, no device holds the model",
-        scenario=_mix(1.0, 1.0, 0.5, 0.5),
-        engines=("pipeline",),
+        name="2 + 2, half as fast, no device holds the model", scenario=_mix(1.0, 1.0, 0.5, 0.5), engines=("pipeline",),
         holds=0.45,
     ),
 )  # fmt: skip
@@ -52,12 +50,12 @@ CASES = (
 class Net(LightningModule):
     """Layers of equal work; small, for its real work must stay below what is emulated."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
-            self.model, self.head = nn.Sequential(*(Whole(block) for block in blocks)), nn.Linear(WIDTH, 1)
+            blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+            self.model, self.head = nn.Sequential(*(Whole(block) for block in blocks)), nn.Linear(width, 1)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return loader(1)
@@ -80,7 +78,9 @@ class Whole(nn.Module):
         return self.block(x)
 
 
-def loader(ranks: int, per_rank: int = PER_RANK, steps: int = STEPS) -> DataLoader[tuple[Tensor, ...]]:
+def loader(
+    ranks: int, per_rank: int = PER_RANK, steps: int = STEPS, width: int = WIDTH
+) -> DataLoader[tuple[Tensor, ...]]:
     """Returns the data of a whole training, the same on all ranks."""
-    x = torch.randn(per_rank * ranks * steps, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(per_rank * ranks * steps, width, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x[:, :1]), batch_size=per_rank)

@@ -154,6 +154,7 @@ def _trace() -> Setup:
 
 # ---- DBS (repository Soptq/DBS): three workers on one device, one alone; real contention, nothing emulated -----------
 
+BOOKKEEPING = "bookkeeping"  # what engines take besides work
 CONTENDED = "DBS: three workers on one device, one alone, real"
 SHARED = 3  # ranks 0 to 2
 CONTENDED_SOURCE = "repository Soptq/DBS: DenseNet-121, batch 512; here products of matrices on two cores"
@@ -177,22 +178,16 @@ SETUPS: tuple[Published, ...] = (
     Published(
         name="LBB: M40, 2 GTX 1070, GTX 750",
         source="repository FLYING37520/LBB: ResNet-18 on CIFAR-10, batch 512, batchVStime750flip.csv",
-        theirs="62.44 -> 22.12 s an epoch: 2.82 times as fast",
-        make=_lbb,
-        gain=62.44 / 22.12,
+        theirs="62.44 -> 22.12 s an epoch: 2.82 times as fast", make=_lbb, gain=62.44 / 22.12,
     ),
     Published(
         name="OmniLearn: HL1-2-4-8-8-4-2-1 of 48 cores",
         source="TPDS 2025 and its code: one machine of 48 cores, divided anew; work alone",
-        theirs="14 to 85 % less time, over models and levels",
-        make=_schedule,
-        scale=0.25,
+        theirs="14 to 85 % less time, over models and levels", make=_schedule, scale=0.25,
     ),
     Published(
         name="recorded trace of a shared machine",
-        source="our own: four ranks on two cores beside busy loops that come and go, step by step",
-        theirs="–",
-        make=_trace,
-        scale=4.0,
+        source="our own: four ranks on two cores beside busy loops that come and go, step by step", theirs="–",
+        make=_trace, scale=4.0,
     ),
 )

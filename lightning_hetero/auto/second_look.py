@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from lightning_hetero.auto.choice import Choice, ChosenName, choose
 from lightning_hetero.record.costs import costs_of
@@ -38,12 +38,8 @@ class SecondLook:
         """Counts the step of a report, once, if all ranks have worked in it."""
         if report is None or (report.epoch, report.step) == self._last:
             return
-        self._last, turns = (report.epoch, report.step), dict[int, Turn]()
-        for r in report.records:
-            turns[r.rank] = Turn(
-                rank=r.rank, step=report.step, samples=r.samples, work=r.work, compute_s=r.compute_s, wait_s=r.wait_s,
-                end_s=math.nan,
-            )  # fmt: skip
+        self._last = report.epoch, report.step
+        turns = {record.rank: Turn(**asdict(record), end_s=math.nan) for record in report.records}
         if all(turn.compute_s > 0.0 for turn in turns.values()):
             self._tally.add(RunStep(epoch=report.epoch, index=report.step, turns=turns), spent_together(turns))
 
@@ -54,8 +50,9 @@ class SecondLook:
             return None
         try:
             costs = costs_of(ledger)
-            seen = replace(self._setup, costs=costs.lines, slowness=costs.slowness, exchange_s=costs.rest_s)
-            found = choose(seen, self._engines, self._refused)
+            # Reading and stepping are in the work that was recorded.
+            told = {"costs": costs.lines, "slowness": costs.slowness, "exchange_s": costs.rest_s, "own_s": 0.0}
+            found = choose(replace(self._setup, **told), self._engines, self._refused)
         except ValueError:  # a rank has had no samples, or there are too few for these ranks
             return None
         if found.plan is None or found.plan.chosen is None or found.engine == "balanced":

@@ -49,11 +49,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
-    "balanced": LoadBalancedStrategy,
-    "pipeline": HeteroPipelineStrategy,
-    "stale": BoundedStalenessStrategy,
+    "balanced": LoadBalancedStrategy, "pipeline": HeteroPipelineStrategy, "stale": BoundedStalenessStrategy,
     "sharded": ShardedBalancedStrategy,
-}
+}  # fmt: skip
 _PLANS = {"backbone", "plan", "profile", "micro_batch_size", "max_groups", "depth", "checkpoint_layers"}
 _TO_SHARDED = {*SharedSettings.__slots__, "monitor", "accelerator", "process_group_backend", "timeout"}
 
@@ -96,10 +94,7 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     engine = "auto"
 
     def __init__(
-        self,
-        *,
-        engines: Sequence[str] | None = None,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
+        self, *, engines: Sequence[str] | None = None, options: Mapping[str, Mapping[str, Any]] | None = None,
         global_batch_size: int | None = None, batch_sampler: BatchSampling = "refuse",
         loss_reduction: LossReduction = "mean", batch_weight: BatchWeight | None = None, own_data: bool | None = None,
         monitor: bool = True, accelerator: Accelerator | None = None, **ddp: Unpack[DDPArguments],

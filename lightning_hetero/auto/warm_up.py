@@ -1,7 +1,7 @@
 """What the ranks take for the user's own step, and what there is between them, before training (layer L).
 
-    every rank   `STEPS` of its steps at two sizes; reading a batch, the optimizer's step                  all at once
-    all ranks    one sum of as many bytes as there are gradients; where that is long, the links
+    every rank   at most `STEPS` of its steps at two sizes; reading a batch, the optimizer's step, Lightning's loop
+    all ranks    sums of as many bytes as there are gradients, copied to and fro; where that is long, the links
     rank 0       the layers, where links are slow or memory is short; a `Setup` for the planner
 
 Nothing that a step changes is left changed, logged or drawn, see `Rehearsal`. Under an emulation the times are the
@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
+from lightning_hetero.auto.loop import loop_s
 from lightning_hetero.base.ddp import HeteroDDPStrategy
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.fit.planning import probed, tied_spans
-from lightning_hetero.pipeline.fit.rehearsal import Measured, Rehearsal, measure_model, measure_own, usual_s
+from lightning_hetero.pipeline.fit.rehearsal import Measured, Rehearsal, measure_model, usual_s
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
@@ -41,6 +42,10 @@ _RUNS_BY_LAYERS = (1, 1)
 STEPS = 20  # of the user's at most, on a CPU; a GPU that so few samples do not fill gets more of them
 _LEVEL = 0.05  # speeds that differ by less are taken for equal
 _LONG = 0.25  # of the slowest rank's work: where an exchange takes longer, links and layers are worth a look
+
+
+_Tried = tuple[ModelCost, AffineCost, tuple[float, ...], float, float]
+"""What a rank measures for itself: the module; its step, how steps differ; reading and stepping; Lightning's loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,35 +76,37 @@ class WarmUp:
         Raises:
             RuntimeError: a rank could not measure; says which and why, on all ranks.
         """
-        rank, ranks = self.channel.rank, self.channel.world_size
-        tried = self._together(lambda: self._measured(divided=False))
-        owns = self._together(lambda: measure_own(self._rehearsal(divided=False)))
-        model, share = tried[0].model, -(-self.global_batch // ranks)
-        cost, middle_s = whole_step(tried[rank].model), median(tried[rank].series_s)
-        slowness = tuple(seconds / middle_s for seconds in tried[rank].series_s)
-        if self.scenario is not None and self.scenario.emulated:
-            cost, slowness = _emulated(self.scenario, rank, share)
-        elif self.scenario is not None:  # real work, stretched
-            cost = cost.times(1.0 / self.scenario.speed(rank, 0))
-        costs: list[AffineCost] = self.channel.all_gather_object(cost)
-        series: list[tuple[float, ...]] = self.channel.all_gather_object(slowness)
-        work_s = [one.seconds(share) for one in costs]
+        share = -(-self.global_batch // self.channel.world_size)
+        (model, *_), costs, series, owns_s, loops_s = zip(*self._together(lambda: self._tried(share)), strict=True)
+        work_s = [cost.seconds(share) for cost in costs]
         exchange_s = self._exchange(round(math.fsum(part.param_bytes for part in model.parts) / 4))  # as many float32
         cluster = self._cluster([work_s[0] / max(s, 1e-9) for s in work_s], exchange_s > _LONG * max(work_s))
         setup = Setup(
-            cluster=cluster, global_batch=self.global_batch, model=_scaled(model, costs[0], share), own_s=max(owns),
-            costs=tuple(costs), slowness=tuple(series), exchange_s=exchange_s,
+            cluster=cluster, global_batch=self.global_batch, model=_scaled(model, costs[0], share), costs=costs,
+            exchange_s=exchange_s, own_s=max(owns_s), loop_s=median(loops_s),
+            slowness=tuple(one[: min(map(len, series))] for one in series),
         )  # fmt: skip
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)
-        wire_s = 2.0 * (ranks - 1) / ranks * setup.param_bytes() / slowest
+        wire_s = 2.0 * (1.0 - 1.0 / setup.ranks) * setup.param_bytes() / slowest
         short = any(most < share for most in setup.most_samples())
         if self.layers and (short or wire_s > _LONG * max(work_s)):
             model, spans = self._by_layers(model)
             setup = replace(setup, model=_scaled(model, costs[0], share), spans=spans)
         return setup
 
-    def _together(self, measure: Callable[[], Any]) -> list[Any]:
+    def _tried(self, samples: int) -> _Tried:
+        """Returns what this rank has measured for itself; ``samples``: of an equal share."""
+        (model, _, series_s, own_s), scenario, rank = self._measured(divided=False), self.scenario, self.channel.rank
+        cost, middle_s = whole_step(model), median(series_s)
+        slowness = tuple(seconds / middle_s for seconds in series_s)
+        if scenario is not None and scenario.emulated:
+            cost, slowness = _emulated(scenario, rank, samples)
+        elif scenario is not None:  # real work, stretched
+            cost = cost.times(1.0 / scenario.speed(rank, 0))
+        return model, cost, slowness, own_s, loop_s()
+
+    def _together(self, measure: Callable[[], _Tried]) -> list[_Tried]:
         """Returns what all ranks have measured; raises on all of them if one could not."""
         try:
             mine: tuple[Any, str] = measure(), ""
@@ -111,24 +118,27 @@ class WarmUp:
                 raise RuntimeError(f"rank {rank} could not try the training step: {said}")
         return [value for value, _ in everyone]
 
-    def _rehearsal(self, *, divided: bool) -> Rehearsal:
+    def _measured(self, *, divided: bool) -> Measured:
         whole = undivided(self.module, "only its step as a whole is wanted")
-        return Rehearsal(
+        rehearsal = Rehearsal(
             module=self.module, backbone=find_layers(self.module, None) if divided else whole, found=True,
             device=self.strategy.root_device, loader=self.loader, optimizers=(),
             to_device=self.strategy.batch_to_device, context=self.strategy.precision_plugin.train_step_context,
         )  # fmt: skip
-
-    def _measured(self, *, divided: bool) -> Measured:
-        rehearsal, repeats = self._rehearsal(divided=divided), _RUNS_BY_LAYERS if divided else _RUNS
-        return measure_model(rehearsal, micro_batch_size=None, checkpoint_layers=False, repeats=repeats)
+        repeats = _RUNS_BY_LAYERS if divided else _RUNS
+        return measure_model(
+            rehearsal, micro_batch_size=None, checkpoint_layers=False, repeats=repeats, own=not divided
+        )
 
     def _exchange(self, size: int) -> float:
-        """Returns the time of a sum of so many float32 over all ranks, nobody being late [s]."""
+        """Returns the time of a sum of so many float32 over all ranks, in a copy as DDP's, nobody being late [s]."""
         if not size:
             return 0.0
-        data, group = torch.zeros(size, device=self.strategy.root_device), self.channel.group
-        seconds = usual_s(lambda: dist.all_reduce(data), data.device, before=lambda: dist.barrier(group))
+        own, copy = torch.zeros((2, size), device=self.strategy.root_device)
+        seconds = usual_s(
+            lambda: (copy.copy_(own), dist.all_reduce(copy), own.copy_(copy)), copy.device,
+            before=lambda: dist.barrier(self.channel.group),
+        )  # fmt: skip
         return float(max(self.channel.all_gather_object(seconds)))
 
     def _cluster(self, speeds: list[float], links: bool) -> Cluster:

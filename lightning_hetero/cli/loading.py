@@ -188,7 +188,7 @@ def profile_module(
             model=model, spans=() if whole else tuple(tied_spans(module, layers)),
             batch_size=getattr(loader, "batch_size", None),
             undivided=layers.reason if isinstance(layers, Undivided) else "",
-        )
+        )  # fmt: skip
 
     return before_first_batch(
         module, data, profile, accelerator=accelerator, devices=1, precision=precision, max_epochs=1

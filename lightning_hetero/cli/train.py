@@ -231,23 +231,16 @@ def collect_result(cfg: DictConfig, clock: FitClock, metrics: dict[str, float]) 
     samples, wasted = (0, 0) if run is None else samples_in(run, clocked["batches"])
     note = "; ".join(filter(None, (ledger.problem, ledger.note, ledger.too_few)))
     return {
-        "job": job_number() or 0,
-        "overrides": list(hydra_cfg.overrides.task),
-        "strategy": hydra_cfg.runtime.choices.get("strategy"),
-        "scenario": hydra_cfg.runtime.choices.get("emulation"),
-        **clocked,
-        "samples": samples or None,
-        "wasted_samples": wasted if samples else None,
-        "samples_per_s": samples / clocked["fit_s"] if samples else None,
-        "step_s": finite_or_none(ledger.step_s),
-        "waiting": finite_or_none(ledger.waited),
-        "waited_device_s": finite_or_none(ledger.total.idle_s),
+        "job": job_number() or 0, "overrides": list(hydra_cfg.overrides.task),
+        "strategy": hydra_cfg.runtime.choices.get("strategy"), "scenario": hydra_cfg.runtime.choices.get("emulation"),
+        **clocked, "samples": samples or None, "wasted_samples": wasted if samples else None,
+        "samples_per_s": samples / clocked["fit_s"] if samples else None, "step_s": finite_or_none(ledger.step_s),
+        "waiting": finite_or_none(ledger.waited), "waited_device_s": finite_or_none(ledger.total.idle_s),
         "device_s": finite_or_none(ledger.total.total_s),
         "metric": {"name": cfg.metric.name, "mode": cfg.metric.mode, "value": metrics.get(cfg.metric.name)},
         "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
-        "ranks": [asdict(rank) for rank in ledger.figures],
-        "note": note,
-    }
+        "ranks": [asdict(rank) for rank in ledger.figures], "note": note,
+    }  # fmt: skip
 
 
 # Lightning calling torch names that torch 2.13 has renamed: nothing a user of this command can act on.

@@ -18,6 +18,9 @@ from lightning_hetero.solvers.minimax import fractional_s
 from lightning_hetero.types import AffineCost, Cost, SpeedSample
 
 OVERHEAD = 1.03  # of an update of the stale engine, over ranks that never wait: what its policy wastes or holds back
+LOOPS = {"ddp": 2.2, "balanced": 2.7, "stale": 3.7, "pipeline": 4.4}
+"""Processor time of a step that computes next to nothing under each engine, the server's included, over Lightning's on
+one device: both are bookkeeping, so the machine cancels out. By ``python -m benchmarks.planner --only bookkeeping``."""
 _MOST_STEPS = 400
 _SETTLED = 30  # records without a change of shares: evidence grows with them
 _ROUNDS = 2  # through the series of unsteady times; the first is not counted

@@ -87,16 +87,10 @@ class Estimate:
             "ok": self.ok,
             **{name: finite_or_none(getattr(self, name)) for name in _NUMBERS},
             "devices": [
-                {
-                    "rank": rank,
-                    "name": device.name,
-                    "samples": self.shares[rank],
-                    "work_s": self.work_s[rank],
-                    "memory_bytes": self.memory_bytes[rank] or None,
-                    "memory_limit_bytes": finite_or_none(device.mem_bytes),
-                }
-                for rank, device in enumerate(setup.cluster.devices)
-                if self.ok
+                {"rank": rank, "name": device.name, "samples": self.shares[rank], "work_s": self.work_s[rank],
+                 "memory_bytes": self.memory_bytes[rank] or None,
+                 "memory_limit_bytes": finite_or_none(device.mem_bytes)}
+                for rank, device in enumerate(setup.cluster.devices) if self.ok
             ],
             "plan": None if self.plan is None else plan_to_plain(self.plan),
             "reasons": list(self.reasons),

@@ -23,10 +23,8 @@ from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 _SIZES = {  # by kind: those that are needed, and those that may be 0
     "transformer": (("layers", "width", "window", "flops_per_s"), ("vocabulary", "heads")),
-    "layers": (
-        ("layers", "params", "flops_per_sample", "flops_per_s"),
-        ("activation_bytes_per_sample", "output_bytes_per_sample"),
-    ),
+    "layers": (("layers", "params", "flops_per_sample", "flops_per_s"),
+               ("activation_bytes_per_sample", "output_bytes_per_sample")),
 }
 _COMMON = {"step_s": 0.0, "bytes_per_value": 2.0, "bytes_per_param": 16.0}
 

@@ -46,7 +46,7 @@ def ddp(setup: Setup) -> Estimate:
         )
     else:
         reason = "the devices are equally fast: nothing waits that another division would put to work"
-    rest_s = setup.exchange() + setup.own_s
+    rest_s = setup.exchange() + setup.besides("ddp")
     uneven = f"{setup.global_batch} samples are no multiple of {ranks} devices: a step has {share * ranks}"
     return Estimate(
         engine="ddp", step_s=last_s + rest_s, bound_s=last_s + rest_s, work_s=work_s,
@@ -117,9 +117,9 @@ def _balanced(setup: Setup, engine: EngineName, caps: Sequence[int]) -> Estimate
             f" would take {free.makespan_s * 1e3:.1f} ms; plan with min_samples={min(free.shares)}"
         )
     step_s = shared_s(policy, costs, setup.slowness) if setup.series > 1 else max(work_s)
+    rest_s = exchange_s + setup.besides("balanced")
     return Estimate(
-        engine=engine, step_s=step_s + exchange_s + setup.own_s,
-        bound_s=minimax(costs, batch).lower_bound_s + exchange_s + setup.own_s, work_s=work_s,
+        engine=engine, step_s=step_s + rest_s, bound_s=minimax(costs, batch).lower_bound_s + rest_s, work_s=work_s,
         shares=tuple(map(float, shares)), memory_bytes=tuple(map(setup.memory_bytes, map(min, shares, caps))),
         exchange_s=exchange_s, reasons=tuple(reasons), arguments=arguments,
     )  # fmt: skip

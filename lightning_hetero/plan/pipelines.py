@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetero.cluster.engine_times import slowest_s
+from lightning_hetero.cluster.engine_times import LOOPS, slowest_s
 from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, held_bytes, in_one_piece, resting
 from lightning_hetero.plan.estimate import Estimate, impossible
@@ -44,9 +44,10 @@ def pipeline(setup: Setup) -> Estimate:
         total_s = math.fsum(seconds[rank] for rank in group.ranks)
         for rank in group.ranks:
             samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
-    own_s = setup.own_s / min(len(group.ranks) for group in plan.groups)  # a stage has its own layers' part of it
+    # A stage has its own layers' part of reading and stepping, and all of the bookkeeping.
+    besides_s = setup.own_s / min(len(group.ranks) for group in plan.groups) + LOOPS["pipeline"] * setup.loop_s
     return Estimate(
-        engine="pipeline", step_s=step_s * slowest_s((1.0,) * setup.ranks, setup.slowness) + own_s,
+        engine="pipeline", step_s=step_s * slowest_s((1.0,) * setup.ranks, setup.slowness) + besides_s,
         bound_s=min(plan.lower_bound_s, step_s), work_s=seconds, shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)), exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan)),

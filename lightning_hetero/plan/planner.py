@@ -17,12 +17,8 @@ from lightning_hetero.plan.stale import stale
 from lightning_hetero.shares.alone import fastest_alone
 
 ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
-    "ddp": ddp,
-    "balanced": balanced,
-    "sharded": sharded,
-    "pipeline": pipeline,
-    "stale": stale,
-}
+    "ddp": ddp, "balanced": balanced, "sharded": sharded, "pipeline": pipeline, "stale": stale,
+}  # fmt: skip
 """From the one that changes least of how a model trains to the one that changes most."""
 
 _ALIKE = 0.02  # of the throughput: less is not worth another engine
@@ -97,13 +93,11 @@ class Plan:
     def as_plain(self) -> dict[str, Any]:
         """Returns strict JSON values."""
         return {
-            "global_batch": self.setup.global_batch,
-            "cluster": cluster_to_plain(self.setup.cluster),
-            "verdict": self.verdict,
-            "engine": None if self.chosen is None else self.chosen.strategy,
+            "global_batch": self.setup.global_batch, "cluster": cluster_to_plain(self.setup.cluster),
+            "verdict": self.verdict, "engine": None if self.chosen is None else self.chosen.strategy,
             "gain": finite_or_none(self.gain),
             "estimates": [estimate.as_plain(self.setup) for estimate in self.estimates],
-        }
+        }  # fmt: skip
 
 
 def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeline_ahead: float = 1.0) -> Plan:
@@ -153,8 +147,7 @@ def _alone(setup: Setup, chosen: Estimate) -> tuple[tuple[int, ...], Estimate | 
 
     kept, _ = fastest_alone(
         setup.step_costs(), setup.global_batch, upper=setup.most_samples(),
-        among=sorted(networks),
-        exchange_s=lambda some: setup.without(left_out(some)).exchange(),
+        among=sorted(networks), exchange_s=lambda some: setup.without(left_out(some)).exchange(),
     )  # fmt: skip
     gone = left_out(kept)
     alone = balanced(setup.without(gone)) if gone else None

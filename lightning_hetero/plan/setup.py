@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero.checked import real, whole
+from lightning_hetero.cluster.engine_times import LOOPS
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.pipeline.decide.costs import model_from_plain
@@ -37,6 +38,7 @@ class Setup:
         costs: of a whole step, by rank, instead of those that ``model`` and the devices' speeds give.
         exchange_s: of the gradients, when nobody comes late [s]; None: by ``model`` and the links.
         own_s: of an update on each rank, besides work and exchange: reading a batch, the optimizer's step [s].
+        loop_s: what Lightning's loop takes around a step on one device; each engine takes its own multiple of it [s].
         slowness: by rank, times of successive steps over what their costs say; empty: always as these say.
         spans: layers that must stay on one device, see `lightning_hetero.pipeline.decide.plans.best_plan`.
         min_samples: least samples per rank under the balanced engine, its argument of this name; None: its default.
@@ -52,6 +54,7 @@ class Setup:
     costs: tuple[AffineCost, ...] = ()
     exchange_s: float | None = None
     own_s: float = 0.0
+    loop_s: float = 0.0
     slowness: tuple[tuple[float, ...], ...] = ()
     spans: tuple[Span, ...] = ()
     min_samples: int | None = None
@@ -65,6 +68,7 @@ class Setup:
         if len(self.costs) not in (0, self.ranks):
             raise ValueError(f"costs has {len(self.costs)} entries; give one per device: there are {self.ranks}")
         real("own_s", self.own_s)
+        real("loop_s", self.loop_s)
         if self.exchange_s is not None:
             real("exchange_s", self.exchange_s)
         if self.slowness:
@@ -103,6 +107,10 @@ class Setup:
         if self.ranks < 2:
             return 0.0
         return self._by_links() if self.exchange_s is None else self.exchange_s
+
+    def besides(self, engine: str) -> float:
+        """Returns what an update takes on each rank under an engine, besides work and exchange [s]."""
+        return self.own_s + LOOPS[engine] * self.loop_s
 
     def _by_links(self) -> float:
         if self.model is None:
@@ -196,9 +204,6 @@ def setup_from_run(run: RecordedRun, *, global_batch: int | None = None, ledger:
     speeds = [found.lines[0].seconds(each) / cost.seconds(each) for cost in found.lines]
     devices = tuple(Device(name=name, speed=speed) for name, speed in zip(names, speeds, strict=True))
     return Setup(
-        cluster=Cluster(devices=devices, links=((Link(),) * run.ranks,) * run.ranks),
-        costs=found.lines,
-        exchange_s=found.rest_s,
-        global_batch=batch,
-        slowness=found.slowness,
-    )
+        cluster=Cluster(devices=devices, links=((Link(),) * run.ranks,) * run.ranks), costs=found.lines,
+        exchange_s=found.rest_s, global_batch=batch, slowness=found.slowness,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ def stale(setup: Setup) -> Estimate:
     """Returns what `BoundedStalenessStrategy` would take with its default policy, when it has learned the speeds."""
     batch = setup.global_batch
     transfers_s, port_s = _transfers(setup)
-    besides_s = [seconds + setup.own_s for seconds in transfers_s]
+    besides_s = [seconds + setup.besides("stale") for seconds in transfers_s]
     chunks = never_waiting(setup.step_costs(), setup.slowness, besides_s)
     computed_s = least_s(chunks, batch)
     step_s = max(OVERHEAD * computed_s, port_s)

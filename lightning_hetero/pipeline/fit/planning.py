@@ -186,7 +186,7 @@ class Planner:
             raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(layers)}")
         if model is None and (settings.plan is None or settings.watched or times is not None):
             sizes, again = settings.micro_batch_size, settings.checkpoint_layers
-            model, calls, _ = measure_model(step, micro_batch_size=sizes, checkpoint_layers=again)
+            model, calls, *_ = measure_model(step, micro_batch_size=sizes, checkpoint_layers=again)
         else:
             calls = declared_calls(step.module) or calls_in(step)
         return model if model is None or times is None else emulated(model, times), calls

@@ -78,16 +78,19 @@ class Measured(NamedTuple):
         model: by layer.
         calls: of the backbone, in one step.
         series_s: successive steps of the larger size, where the module was measured as a whole [s].
+        own_s: of an update besides, if it was asked for, see `_own_s` [s].
     """
 
     model: ModelCost
     calls: int
     series_s: tuple[float, ...] = ()
+    own_s: float = 0.0
 
 
 def measure_model(
-    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, repeats: tuple[int, int] = REPEATS
-) -> Measured:
+    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, repeats: tuple[int, int] = REPEATS,
+    own: bool = False,
+) -> Measured:  # fmt: skip
     """Returns the costs of a module. Nothing of the module changes.
 
     The layers stay where they are; one at a time is copied to the device. Where that does not fit with so many samples,
@@ -98,7 +101,9 @@ def measure_model(
         step: the user's.
         micro_batch_size: largest number of samples to measure with; None: the loader's batch, at most 64.
         checkpoint_layers: whether layers are computed again in the backward pass.
-        repeats: how often steps of the smaller and of the larger size run, after one of each that does not count.
+        repeats: how often steps of the smaller and of the larger size run at most, after one of each that does not
+            count.
+        own: whether what an update takes besides work and exchange is measured, too.
 
     Raises:
         TypeError, ValueError: the loader yields no example.
@@ -128,7 +133,7 @@ def measure_model(
                 found = measured(samples, few)
             except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
                 break
-        return found
+        return found._replace(own_s=_own_s(step)) if own else found
 
 
 def calls_in(step: Rehearsal) -> int:
@@ -147,11 +152,11 @@ def calls_in(step: Rehearsal) -> int:
     return 1  # the first batch shows what is wrong with it
 
 
-def measure_own(step: Rehearsal) -> float:
+def _own_s(step: Rehearsal) -> float:
     """Returns what an update costs a rank besides work and exchange: reading its batch, and the optimizer's step [s].
 
     Of a loader with workers reading costs nothing. Optimizers are those of ``configure_optimizers``, on zero gradients;
-    where it needs more than there is before training, AdamW's step stands for theirs. Nothing of the module changes.
+    where it needs more than there is before training, AdamW's step stands for theirs.
     """
     loader, trained = step.loader, [p for p in step.module.parameters() if p.requires_grad]
     assert isinstance(loader, DataLoader)
@@ -160,17 +165,15 @@ def measure_own(step: Rehearsal) -> float:
         if not loader.num_workers:
             step.to_device(loader.collate_fn(first_samples(loader, loader.batch_size or 1)))
 
-    with nobody_notices(step.module, loader, step.device):
-        _move_outside(step)
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        read_s = usual_s(read, step.device)
-        try:
-            with patched(step.module.trainer.fit_loop, "setup_data", None):  # to estimate steps would begin training
-                optimizers = _optimizers_in(step.module.configure_optimizers())
-            return read_s + sum(_step_s(optimizer, step.device) for optimizer in optimizers)
-        except Exception:  # whatever it needs
-            return read_s + (_step_s(torch.optim.AdamW(trained), step.device) if trained else 0.0)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    read_s = usual_s(read, step.device)
+    try:
+        with patched(step.module.trainer.fit_loop, "setup_data", None):  # to estimate steps would begin training
+            optimizers = _optimizers_in(step.module.configure_optimizers())
+        return read_s + sum(_step_s(optimizer, step.device) for optimizer in optimizers)
+    except Exception:  # whatever it needs
+        return read_s + (_step_s(torch.optim.AdamW(trained), step.device) if trained else 0.0)
 
 
 def _step_s(optimizer: torch.optim.Optimizer, device: torch.device) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_hetero.cluster.engine_times import LOOPS
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster
 from lightning_hetero.plan.estimate import EngineName
 from lightning_hetero.plan.planner import plan
@@ -94,6 +95,8 @@ def test_an_exchange_that_was_measured_is_as_much_shorter_as_the_links_say() -> 
 @pytest.mark.parametrize("engine", ["ddp", "balanced", "stale", "pipeline"])
 def test_an_updates_own_time_is_counted_in_every_engine(engine: EngineName) -> None:
     setup = layered([{}, {"speed": 0.5}])
-    without, counted = (plan(replace(setup, own_s=own_s), [engine]).estimates[0] for own_s in (0.0, 0.01))
+    without, counted, looped = (plan(replace(setup, own_s=own_s, loop_s=loop_s), [engine]).estimates[0]
+                                for own_s, loop_s in ((0.0, 0.0), (0.01, 0.0), (0.0, 0.01)))  # fmt: skip
+    assert 0.01 * LOOPS[engine] == pytest.approx(looped.step_s - without.step_s, rel=0.05)
     assert 0.004 <= counted.step_s - without.step_s <= 0.012
     assert counted.step_s >= counted.bound_s and max(counted.work_s) <= counted.step_s - 0.004

@@ -208,12 +208,12 @@ def test_the_numbers_are_the_same_on_every_machine() -> None:
 
 
 def test_only_operations_that_are_rounded_alike_everywhere() -> None:
-    """No exp, log, pow or sum of an array: their last bits differ between libraries, and so would decisions."""
+    """No exp, log, pow or sum of an array: their last bits differ between libraries, and so would decisions. IEEE 754 fixes sqrt."""
     tree = ast.parse(inspect.getsource(narx_module))
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "math"}
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     powers = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Pow)]
-    assert used == {"fsum"} and not called & {"sum", "pow", "round"} and "numpy" not in ast.unparse(tree)
+    assert used <= {"fsum", "sqrt"} and not called & {"sum", "pow", "round"} and "numpy" not in ast.unparse(tree)
     assert all(isinstance(side, ast.Constant) and type(side.value) is int for n in powers for side in (n.left, n.right))
 
 

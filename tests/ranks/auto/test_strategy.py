@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import AutoStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
 from lightning_hetero.auto import warm_up
+from lightning_hetero.auto.loop import loop_s
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.pipeline.fit import planning
+from lightning_hetero.pipeline.runtime.measure import around_backbone
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import AffineCost, Link
 from tests.ranks.exact_models import Manual
@@ -109,8 +113,14 @@ def scenario_job(rank: int, world: int, scenario: Scenario, engines: Any) -> tup
     module, strategy = Toy(), auto(engines=engines)
     throttle = ThrottleCallback(scenario)
     trainer = rank_trainer(rank, world, strategy, callbacks=[throttle], max_epochs=1)
-    trainer.fit(module, loader(world))
+    with no_loop():
+        trainer.fit(module, loader(world))
     return type(trainer.strategy).__name__, throttle._taken_over, weights(module)
+
+
+def no_loop() -> Any:
+    """Inside, Lightning's loop takes no time, whatever else this machine does."""
+    return mock.patch.object(warm_up, "loop_s", lambda: 0.0)
 
 
 SPELLS = {"factor": 20.0, "steps": 1, "probability": 0.2}
@@ -168,7 +178,7 @@ def tried_out(self: warm_up.WarmUp) -> Setup:
 measure = warm_up.WarmUp.measure
 
 
-def planned_job(rank: int, world: int) -> tuple[Weights, int, str, bool]:
+def planned_job(rank: int, world: int, enough_s: float) -> tuple[Weights, int, str, bool]:
     """Gradients take long, and links are slow: the pipeline's layers are measured and planned for, once."""
     CALLED.clear()
     slow = Link(bandwidth_bytes_per_s=1e5)
@@ -179,7 +189,8 @@ def planned_job(rank: int, world: int) -> tuple[Weights, int, str, bool]:
     exchange = mock.patch.object(warm_up.WarmUp, "_exchange", lambda *_: 1.0)
     again = mock.patch.object(planning, "measure_model", side_effect=AssertionError("measured again"))
     trial = mock.patch.object(warm_up.WarmUp, "measure", tried_out)
-    with exchange, again, trial, mock.patch.object(warm_up, "probed", lambda *_, **__: links):
+    long = mock.patch.object(around_backbone, "_ENOUGH_S", enough_s)
+    with exchange, again, trial, long, mock.patch.object(warm_up, "probed", lambda *_, **__: links):
         trainer.fit(module, loader(world))
     engine, choice = trainer.strategy, strategy.choice
     assert isinstance(engine, HeteroPipelineStrategy) and choice is not None and choice.plan is not None
@@ -188,12 +199,13 @@ def planned_job(rank: int, world: int) -> tuple[Weights, int, str, bool]:
     return weights(module), CALLED.index("tried"), type(engine.plan_settings.profile).__name__, same
 
 
-def test_a_trial_is_at_most_twenty_steps_and_a_pipelines_plan_is_made_once() -> None:
+@pytest.mark.parametrize(("enough_s", "whole"), [(math.inf, 12), (0.0, 4)], ids=["short steps", "long steps"])
+def test_a_trial_is_at_most_twenty_steps_and_a_pipelines_plan_is_made_once(enough_s: float, whole: int) -> None:
     expected = Toy()
     single(expected, regression(SAMPLES), BATCH, max_epochs=2)
-    for rank, (trained, tried, profile, same) in enumerate(run_ranks(2, planned_job)):
+    for rank, (trained, tried, profile, same) in enumerate(run_ranks(2, planned_job, enough_s)):
         assert trained.distance(weights(expected)) <= EXACT
-        assert warm_up.STEPS == 20 and tried == (20 if rank == 0 else 16)
+        assert warm_up.STEPS == 20 and tried == 4 + whole + (4 if rank == 0 else 0)
         assert profile == "ModelCost" and same
 
 
@@ -208,7 +220,7 @@ def looked_again_job(rank: int, world: int) -> tuple[list[str], str]:
         warm_up, "_emulated", lambda *_: (AffineCost(fixed_s=1e-3, per_sample_s=5e-4), (1.0,) * 12)
     )
     module = Toy()
-    with calm:
+    with calm, no_loop():
         for epochs in (1, 2):
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(module, data)
@@ -313,6 +325,13 @@ def one_device_job(rank: int, world: int) -> tuple[Weights, Weights]:
         if isinstance(strategy, AutoStrategy):
             assert strategy.chosen is None and trainer.strategy is strategy
     return trained[0], trained[1]
+
+
+def test_lightnings_loop_is_timed_in_silence_and_leaves_nothing_behind(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert 0.0 < loop_s() < 1.0
+    assert rank_zero_only.rank == 0 and capfd.readouterr() == ("", "") and not caplog.records
 
 
 def test_on_one_device_it_is_ddp() -> None:

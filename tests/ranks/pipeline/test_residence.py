@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.measure import timer
 from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.fit import rehearsal as rehearsing
-from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model, measure_own
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model
 from lightning_hetero.pipeline.runtime.measure import memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
@@ -128,7 +128,7 @@ def test_one_layer_at_a_time_is_on_the_device(device: CountedDevice) -> None:
     assert whole > 9 * LAYER_BYTES
     device.cap_bytes = 2 * LAYER_BYTES
     before = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    model, calls, _ = measured(module)
+    model, calls, *_ = measured(module)
     assert calls == 1 and len(model.layers) == 10
     assert outside + LAYER_BYTES <= device.peak_bytes <= outside + 1.01 * LAYER_BYTES
     now = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -159,7 +159,7 @@ def test_what_fits_nowhere_is_told_with_a_way_out(device: CountedDevice) -> None
     with pytest.raises(torch.OutOfMemoryError, match=r"the whole model with 2 samples does not fit.*backbone='tower'"):
         measured(module, named=False)
     device.cap_bytes = 20 * LAYER_BYTES
-    model, calls, _ = measured(module, named=False)
+    model, calls, *_ = measured(module, named=False)
     assert calls == 1 and [layer.name for layer in model.layers] == ["Wide"]
     trained = sum(p.nbytes for p in module.parameters())
     assert model.layers[0].param_bytes == trained
@@ -217,7 +217,7 @@ def test_an_updates_own_time_is_reading_and_the_optimizers_step_and_nothing_stay
     module = Planned(looks_ahead=looks_ahead)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     step = replace(rehearsal(module), loader=DataLoader(regression(32), batch_size=16, collate_fn=collated))
-    assert measure_own(step) == own_s
+    assert measure_model(step, micro_batch_size=None, checkpoint_layers=False, own=True).own_s == own_s
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert module.trainer.train_dataloader is None  # nothing of the fit has begun

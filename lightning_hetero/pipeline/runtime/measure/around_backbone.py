@@ -7,6 +7,7 @@ The step itself runs, unchanged, as it will run in the pipeline. What it compute
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class NeverCalledError(RuntimeError):
 
 
 REPEATS = (3, 3)  # runs of the smaller and the larger size, whose median counts, after one that does not
+_LEAST, _ENOUGH_S = 4, 0.25  # runs of a size, and how long these take before more of them are left out
 
 
 class _Seen(NamedTuple):
@@ -84,7 +86,7 @@ def measure_outside(
         buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
         copies: of parameters that the optimizer keeps, see `state_copies`.
         device: where the step runs; layers that are elsewhere go there one at a time, in copies.
-        repeats: how often the smaller and the larger size run, after one run that does not count.
+        repeats: how often the smaller and the larger size run at most, after one run that does not count.
 
     Raises:
         RuntimeError: the step never calls the backbone, or not as often with every size.
@@ -183,11 +185,15 @@ class _Bench:
         return found
 
     def runs(self, samples: int, body: Callable[[], Any], count: int) -> list[_Seen]:
-        """Returns so many runs, after one that does not count."""
+        """Returns so many runs, after one that does not count; where they take long, fewer."""
         try:
             with torch.enable_grad():
                 self.timer.warm_up(lambda: self._run(samples, body))
-                return [self._run(samples, body) for _ in range(1 + count)][1:]
+                self._run(samples, body)
+                until_s, found = time.perf_counter() + _ENOUGH_S, list[_Seen]()
+                while len(found) < (count if time.perf_counter() < until_s else min(count, _LEAST)):
+                    found.append(self._run(samples, body))
+                return found
         finally:
             for parameter in self.parameters:
                 parameter.grad = None

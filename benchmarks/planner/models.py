@@ -32,17 +32,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-class Embedding(nn.Module):
-    """Characters and their positions."""
-
-    def __init__(self, window: int, width: int) -> None:
-        super().__init__()
-        self.characters, self.positions = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.zeros(window, width))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.characters(ids) + self.positions
-
-
 class Convolution(nn.Module):
     """A convolution, normalised by group; the image gets half as large where channels get more."""
 
@@ -56,8 +45,8 @@ class Convolution(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One model.
+class Model:
+    """A model and its data.
 
     Attributes:
         name: for people.
@@ -84,7 +73,7 @@ class Case:
             return self.model()
 
 
-def _mlp(name: str, width: int, layers: int, per_rank: int) -> Case:
+def _mlp(name: str, width: int, layers: int, per_rank: int) -> Model:
     def make() -> Net:
         blocks: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
         return Net(nn.Identity(), blocks, nn.Linear(width, CLASSES))
@@ -92,10 +81,10 @@ def _mlp(name: str, width: int, layers: int, per_rank: int) -> Case:
     def inputs(samples: int) -> tuple[Tensor, Tensor]:
         return torch.randn(samples, width), torch.randint(0, CLASSES, (samples,))
 
-    return Case(name=name, model=make, inputs=inputs, per_rank=per_rank)
+    return Model(name=name, model=make, inputs=inputs, per_rank=per_rank)
 
 
-def _cnn(name: str, channels: tuple[int, ...], side: int, per_rank: int) -> Case:
+def _cnn(name: str, channels: tuple[int, ...], side: int, per_rank: int) -> Model:
     def make() -> Net:
         blocks: list[nn.Module] = [Convolution(a, b) for a, b in pairwise(channels)]
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], CLASSES))
@@ -104,27 +93,24 @@ def _cnn(name: str, channels: tuple[int, ...], side: int, per_rank: int) -> Case
     def inputs(samples: int) -> tuple[Tensor, Tensor]:
         return torch.randn(samples, 3, side, side), torch.randint(0, CLASSES, (samples,))
 
-    return Case(name=name, model=make, inputs=inputs, per_rank=per_rank)
+    return Model(name=name, model=make, inputs=inputs, per_rank=per_rank)
 
 
-def _gpt(name: str, width: int, blocks: int, window: int, per_rank: int) -> Case:
+def _gpt(name: str, width: int, blocks: int, window: int, per_rank: int) -> Model:
     def make() -> Net:
         layers: list[nn.Module] = [CausalBlock(width, 4) for _ in range(blocks)]
         head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
-        return Net(Embedding(window, width), layers, head)
+        return Net(nn.Embedding(VOCABULARY, width), layers, head)
 
     def inputs(samples: int) -> tuple[Tensor, Tensor]:
         ids = torch.randint(0, VOCABULARY, (2, samples, window))
         return ids[0], ids[1]
 
-    return Case(name=name, model=make, inputs=inputs, per_rank=per_rank)
+    return Model(name=name, model=make, inputs=inputs, per_rank=per_rank)
 
 
-CASES = (
-    _mlp("mlp, small", 512, 8, 64),
-    _mlp("mlp, large", 1024, 8, 64),
-    _cnn("cnn, small", (16, 16, 32, 32, 64, 64), 32, 16),
-    _cnn("cnn, large", (32, 32, 64, 64, 128, 128), 32, 16),
-    _gpt("gpt, small", 64, 4, 32, 8),
-    _gpt("gpt, large", 128, 6, 64, 8),
-)
+MODELS = (
+    _mlp("mlp, small", 512, 8, 64), _mlp("mlp, large", 1024, 8, 64),
+    _cnn("cnn, small", (16, 16, 32, 32, 64, 64), 32, 16), _cnn("cnn, large", (32, 32, 64, 64, 128, 128), 32, 16),
+    _gpt("gpt, small", 64, 4, 32, 8), _gpt("gpt, large", 128, 6, 64, 8),
+)  # fmt: skip
