@@ -208,7 +208,10 @@ def test_the_numbers_are_the_same_on_every_machine() -> None:
 
 
 def test_only_operations_that_are_rounded_alike_everywhere() -> None:
-    """No exp, log, pow or sum of an array: their last bits differ between libraries, and so would decisions. IEEE 754 fixes sqrt."""
+    """No exp, log, pow or sum of an array: their last bits differ between libraries, and so would decisions.
+
+    IEEE 754 fixes those of sqrt.
+    """
     tree = ast.parse(inspect.getsource(narx_module))
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "math"}
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
