@@ -120,6 +120,7 @@ OTHER_CLOCKS = {
     "measure/link_probe.py::LinkProbe.measure": "how long it measures",
     "measure/probe.py::measure_speed": "its own work",
     "measure/timer.py::Timer.warm_up": "its own work",
+    "pipeline/runtime/measure/around_backbone.py::_Bench.runs": "its own work",
     "transport/failures.py::FailureBoard._poll": "how often it looks",
     "transport/listener.py::Listener.events": "accuses nobody: it says how long to wait for news of anybody",
 }

@@ -183,7 +183,8 @@ def planned_job(rank: int, world: int, enough_s: float) -> tuple[Weights, int, s
     CALLED.clear()
     slow = Link(bandwidth_bytes_per_s=1e5)
     links = replace(equal_cluster(world), links=((slow,) * world,) * world)
-    module, strategy = Counting(), auto(engines=("balanced", "pipeline"))
+    module, still = Counting(), {"hetero_pipeline": {"controller": None}}  # the plan stays what it was at first
+    strategy = auto(engines=("balanced", "pipeline"), options=still)
     callbacks = [ThrottleCallback(Scenario(sample_s=2e-4))]
     trainer = rank_trainer(rank, world, strategy, callbacks=callbacks, max_epochs=2)
     exchange = mock.patch.object(warm_up.WarmUp, "_exchange", lambda *_: 1.0)

