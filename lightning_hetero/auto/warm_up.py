@@ -172,9 +172,11 @@ def _emulated(scenario: Scenario, rank: int, samples: int) -> tuple[AffineCost, 
 
 
 def _scaled(model: ModelCost, cost: AffineCost, samples: int) -> ModelCost:
-    """Returns the model's costs such that its step takes as long as rank 0's: under an emulation it does not."""
-    factor = cost.seconds(samples) / max(whole_step(model).seconds(samples), 1e-12)
-    if abs(factor - 1.0) < 1e-9:
-        return model
-    before, *layers, head = (part.times(factor) for part in model.parts)
+    """Returns the model's costs such that its step is rank 0's: each part has its share of what so many samples take."""
+    whole_s = max(whole_step(model).seconds(samples), 1e-12)
+
+    def shared(own: AffineCost) -> AffineCost:
+        return cost.times(own.seconds(samples) / whole_s)
+
+    before, *layers, head = (replace(p, forward=shared(p.forward), backward=shared(p.backward)) for p in model.parts)
     return ModelCost(layers=tuple(layers), before=before, head=head)

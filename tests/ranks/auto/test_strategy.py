@@ -22,7 +22,7 @@ from lightning_hetero.auto.loop import loop_s
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.pipeline.fit import planning
 from lightning_hetero.pipeline.runtime.measure import around_backbone
-from lightning_hetero.plan.setup import Setup
+from lightning_hetero.plan.setup import Setup, whole_step
 from lightning_hetero.types import AffineCost, Link
 from tests.ranks.exact_models import Manual
 from tests.ranks.harness import run_ranks
@@ -160,6 +160,7 @@ def test_what_is_measured_decides_and_both_exact_engines_are_exact() -> None:
 
 
 CALLED: list[str] = []  # nothing that a trial puts back
+FOUND: list[Setup] = []
 
 
 class Counting(Toy):
@@ -172,13 +173,14 @@ def tried_out(self: warm_up.WarmUp) -> Setup:
     """A trial that tells how many steps it takes."""
     found = measure(self)
     CALLED.append("tried")
+    FOUND[:] = [found]
     return found
 
 
 measure = warm_up.WarmUp.measure
 
 
-def planned_job(rank: int, world: int, enough_s: float) -> tuple[Weights, int, str, bool]:
+def planned_job(rank: int, world: int, enough_s: float) -> tuple[Weights, int, str, bool, AffineCost]:
     """Gradients take long, and links are slow: the pipeline's layers are measured and planned for, once."""
     CALLED.clear()
     slow = Link(bandwidth_bytes_per_s=1e5)
@@ -197,17 +199,19 @@ def planned_job(rank: int, world: int, enough_s: float) -> tuple[Weights, int, s
     assert isinstance(engine, HeteroPipelineStrategy) and choice is not None and choice.plan is not None
     assert choice.plan.chosen is not None and choice.plan.chosen.plan is not None and engine.planned is not None
     same = engine.planned.plan.groups == choice.plan.chosen.plan.groups
-    return weights(module), CALLED.index("tried"), type(engine.plan_settings.profile).__name__, same
+    profile = type(engine.plan_settings.profile).__name__
+    return weights(module), CALLED.index("tried"), profile, same, whole_step(FOUND[0].model)
 
 
 @pytest.mark.parametrize(("enough_s", "whole"), [(math.inf, 12), (0.0, 4)], ids=["short steps", "long steps"])
 def test_a_trial_is_at_most_twenty_steps_and_a_pipelines_plan_is_made_once(enough_s: float, whole: int) -> None:
     expected = Toy()
     single(expected, regression(SAMPLES), BATCH, max_epochs=2)
-    for rank, (trained, tried, profile, same) in enumerate(run_ranks(2, planned_job, enough_s)):
+    for rank, (trained, tried, profile, same, step) in enumerate(run_ranks(2, planned_job, enough_s)):
         assert trained.distance(weights(expected)) <= EXACT
         assert warm_up.STEPS == 20 and tried == 4 + whole + (4 if rank == 0 else 0)
         assert profile == "ModelCost" and same
+        assert (step.fixed_s, step.per_sample_s) == pytest.approx((0.0, 2e-4), abs=1e-9)  # emulated, for every size
 
 
 def looked_again_job(rank: int, world: int) -> tuple[list[str], str]:
