@@ -172,7 +172,7 @@ def _emulated(scenario: Scenario, rank: int, samples: int) -> tuple[AffineCost, 
 
 
 def _scaled(model: ModelCost, cost: AffineCost, samples: int) -> ModelCost:
-    """Returns the model's costs such that its step is rank 0's: each part has its share of what so many samples take."""
+    """Returns the model's costs such that its step is rank 0's: a part has its share of what so many samples take."""
     whole_s = max(whole_step(model).seconds(samples), 1e-12)
 
     def shared(own: AffineCost) -> AffineCost:
