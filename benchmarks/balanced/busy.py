@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +14,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from benchmarks.planner.models import MODELS, Model, Net
+
 WIDTH, LENGTH, LAYERS, EXAMPLES = 128, 64, 6, 256
-WORDS, WINDOW = 256, 32
-CHANNELS = (3, 32, 32, 64, 64, 128, 128)
+WORDS, WINDOW = 256, 32  # of the GPT
 
 # Computes while the last byte that came was a 1, and ends with its parent: then there is nothing more to read.
 _LOOP = """
@@ -110,71 +110,48 @@ class Products(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class GPT(LightningModule):
-    """A small GPT-2 of transformers, on sequences of random words."""
+class Sequences(Dataset[Tensor]):
+    """As many sequences as are asked for, of which a few are made."""
+
+    def __init__(self, samples: int) -> None:
+        g = torch.Generator().manual_seed(1)
+        self._made = torch.randn(EXAMPLES, LENGTH, WIDTH, generator=g)
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._made[index % EXAMPLES]
+
+
+class Logits(nn.Module):
+    """A small GPT-2 of transformers, from words to logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        self.net = GPT2LMHeadModel(
+        self.gpt = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=WORDS, n_positions=WINDOW, n_embd=WIDTH, n_layer=3, n_head=4, use_cache=False,
                 bos_token_id=0, eos_token_id=0,
             )
         )  # fmt: skip
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.gpt(ids).logits
 
 
-class CNN(LightningModule):
-    """Six convolutions on random images of 32 x 32 pixels, whose average brightness is to be told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for a, b in pairwise(CHANNELS):
-            layers += [nn.Conv2d(a, b, 3, padding=1, stride=1 if a == b else 2), nn.GroupNorm(4, b), nn.ReLU()]
-        self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS[-1], 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.net(batch).squeeze(1) - batch.mean((1, 2, 3))).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+def _texts(samples: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, WORDS, (2, samples, WINDOW))
+    return ids[0], ids[1]
 
 
-def words() -> Tensor:
-    """Returns sequences for `GPT`."""
-    return torch.randint(0, WORDS, (EXAMPLES, WINDOW), generator=torch.Generator().manual_seed(1))
-
-
-def images() -> Tensor:
-    """Returns images for `CNN`."""
-    return torch.randn(EXAMPLES, CHANNELS[0], 32, 32, generator=torch.Generator().manual_seed(1))
-
-
-class Repeated(Dataset[Tensor]):
-    """As many samples as are asked for, of which a few are made."""
-
-    def __init__(self, made: Tensor, samples: int) -> None:
-        self._made, self._samples = made, samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._made[index % len(self._made)]
-
-
-class Sequences(Repeated):
-    """Sequences for `Products`."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__(torch.randn(EXAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)), samples)
+REAL = {
+    "GPT": Model(
+        name="GPT", model=lambda: Net(nn.Identity(), [Logits()], nn.Identity()), inputs=_texts, per_rank=16
+    ),
+    "CNN": next(model for model in MODELS if model.name == "cnn, small"),
+}
+"""What two ranks train beside busy loops, by the name of its cases."""

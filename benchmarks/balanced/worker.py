@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.balanced.busy import CNN, GPT, BusyLoops, Load, Repeated, images, pin, usable_cores, words
+from benchmarks.balanced.busy import REAL, BusyLoops, Load, pin, usable_cores
 from benchmarks.balanced.cases import Case, Contention, EqualCase, best_static, contended, equal_cases, unequal_cases
 from benchmarks.emulated import Emulated
 from benchmarks.kit.figures import percentile
@@ -123,7 +123,6 @@ CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "balanced, narx": lambda: gloo(LoadBalancedStrategy, predictor="narx"),
     "stale": lambda: gloo(BoundedStalenessStrategy),
 }
-REAL: dict[str, tuple[type[LightningModule], Callable[[], Tensor]]] = {"GPT": (GPT, words), "CNN": (CNN, images)}
 
 
 def run_contended(case: Contention, repeats: int, rank: int) -> dict[str, Any]:
@@ -142,16 +141,16 @@ def run_contended(case: Contention, repeats: int, rank: int) -> dict[str, Any]:
 
 def contend(name: str, case: Contention, load: Load, rank: int) -> tuple[float, float]:
     """Trains by a contender; returns the time of the run and of a steady step, 0.0 of a rank that is left out [s]."""
-    alone, clock, (model, samples) = name == "free core alone", Clock(), REAL[case.model]
+    alone, clock, model = name == "free core alone", Clock(), REAL[case.model]
     if alone and rank > 0:
         return 0.0, 0.0
     total = case.per_rank * case.world_size
-    data, size = Repeated(samples(), total * (case.steps + 2)), total if alone else case.per_rank
+    data, size = model.dataset(total * (case.steps + 2)), total if alone else case.per_rank
     loader = DataLoader(data, batch_size=size, shuffle=True)
     if name == "static split":
         loader = DataLoader(data, batch_sampler=StaticShares(len(data), case.shares, rank))
     fit(
-        CONTENDERS[name](), model(), loader, steps=case.steps, callbacks=[load, clock], ranks=1 if alone else None,
+        CONTENDERS[name](), model.make(), loader, steps=case.steps, callbacks=[load, clock], ranks=1 if alone else None,
         use_distributed_sampler=name != "static split", plugins=[LightningEnvironment()] if alone else None,
     )  # fmt: skip
     return clock.fit_s, clock.steady_s()
