@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.kit.runner import MINUTES
+from benchmarks.kit.minutes import MINUTES
 from benchmarks.provenance import ROOT, provenance
 
 STATE = ROOT / "benchmarks" / ".cache" / "evening.json"

@@ -117,11 +117,11 @@ def apart(
             process.wait()
         for rank in needed:
             if codes[rank] != 0:
-                raise RuntimeError(_last_words(logs[rank]) if codes[rank] else f"not at its end after {limit_s:.0f} s")
+                raise RuntimeError(last_words(logs[rank]) if codes[rank] else f"not at its end after {limit_s:.0f} s")
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
     """Returns what a rank ended with: its exception, or else the last line it wrote."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", line)]

@@ -89,7 +89,7 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
 
 
 BENCHMARK = Benchmark(
-    name="faults", title="Faults under the stale engine, simulated", repeats=12, cases=cases, report=report
+    name="faults", title="Faults under the stale engine, simulated", repeats=6, cases=cases, report=report
 )
 
 if __name__ == "__main__":

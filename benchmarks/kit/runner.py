@@ -13,14 +13,9 @@ from typing import Any
 
 from benchmarks.kit import load
 from benchmarks.kit.figures import Figure
+from benchmarks.kit.minutes import MINUTES
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import write_results
-
-MINUTES = {
-    "balanced": 36, "stale": 34, "pipeline": 18, "joint": 18, "federated": 8, "sharded": 12, "auto": 10, "peers": 22,
-    "planner": 14, "faults": 6,
-}  # fmt: skip
-"""The ten benchmarks in the order of an evening, and each one's share of it on two cores [minutes]: 178 of 180."""
 
 Raw = dict[str, Any]
 Cases = Mapping[str, Callable[[], Any]]

@@ -13,7 +13,8 @@ import pytest
 from benchmarks.__main__ import evening, there
 from benchmarks.kit import load, runner
 from benchmarks.kit.figures import figure, markdown, percentile
-from benchmarks.kit.runner import MINUTES, Benchmark, Kept
+from benchmarks.kit.minutes import MINUTES
+from benchmarks.kit.runner import Benchmark, Kept
 
 HOURS = 3
 
