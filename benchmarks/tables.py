@@ -47,6 +47,7 @@ FOUR = "4 ranks 1:1:1/2:1/4"
 CAPPED = "memory-capped, mlp"
 LOSS = ": final loss to DDP's"
 FIRST, LATER = "a first run", "with the last run's speeds"
+WORST = ": goodput of the worst outage"
 HINDSIGHT = "ours / static parts that are best in hindsight, whole run"
 
 
@@ -330,6 +331,17 @@ def missed(results: Results) -> str:
     return "\n".join(lines)
 
 
+def goodput(results: Results) -> str:
+    """Of docs/reference/faults.md: what is left of training while machines go and come back."""
+    rows = []
+    for name in (name for name in results.figures if name.endswith(WORST)):
+        system = name.removesuffix(WORST)
+        total, worst = (results.text(f"{system}{of}", "{:.2f}") for of in (": goodput, an outage every 20 s", WORST))
+        rows.append([f"`{system}`" if "hetero" in system else system, total, worst])
+    head = ["one of four ranks killed every 20 s", "goodput", "of the worst outage"]
+    return _table(head, rows) if rows else "Outages have not been measured yet."
+
+
 def peers(results: Results) -> str:
     """Of docs/benchmarks.md: how soon the same loss is reached, by peer and devices."""
     found: dict[str, dict[str, str]] = {}
@@ -356,6 +368,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "published": ("planner", published),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
+    "goodput": ("faults", goodput),
     "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),

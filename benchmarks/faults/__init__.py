@@ -1,1 +1,1 @@
-"""Random faults against the stale engine on a virtual clock, by `tests.ranks.stale.simulated`, counted."""
+"""Goodput while machines go and come back; random faults against the stale engine on a virtual clock."""

@@ -122,7 +122,7 @@ def run(system: System, outages: int, periods: int) -> dict[str, Any]:
         periods: of ``EVERY_S`` each.
 
     Returns:
-        ``samples``: that are in the model, by period. ``back_s``: from a process's start to its first batch [s].
+        ``samples``: that are in the model, by period.
 
     Raises:
         RuntimeError: a process ended that nobody killed, or the job did not start.
