@@ -2,7 +2,7 @@
 
 **Outages**: four processes train, and every 20 s one of ranks 1 to 3 is killed; its machine is there again two seconds
 later, and a new process is started on it. `hetero_balanced` with ``min_ranks=2`` and `hetero_stale` go on meanwhile,
-and so does torchft's managed DDP, which is left out where it is not installed (``pip install torchft``). Stock DDP is
+and so does torchft's manager, which is left out where it is not installed (``pip install torchft``). Stock DDP is
 started again as a whole from its newest checkpoint, as torchrun does with a fixed number of nodes. *Goodput* is how
 many samples are in the model, over those of the same system without outages.
 

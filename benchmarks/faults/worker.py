@@ -85,9 +85,12 @@ def under_lightning(system: System, folder: Path, notes: Noted) -> None:
 
 
 def under_torchft(rank: int, folder: Path, notes: Noted) -> None:
-    """Trains as a replica of torchft's managed DDP; rank 0's process is the lighthouse, too."""
+    """Trains as a replica of torchft's manager; rank 0's process is the lighthouse, too.
+
+    Gradients are averaged by `Manager.allreduce`: torchft's DistributedDataParallel (0.2.0) ends with an AssertionError
+    on all ranks when one is lost.
+    """
     import torch.distributed as dist
-    from torchft import DistributedDataParallel as ReplicatedModel
     from torchft import Manager, Optimizer, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
 
@@ -113,11 +116,13 @@ def under_torchft(rank: int, folder: Path, notes: Noted) -> None:
         world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=where.read_text(),
         replica_id=f"rank{rank}-{os.getpid()}", hostname="127.0.0.1", timeout=timedelta(seconds=30),
     )  # fmt: skip
-    model, optimizer = ReplicatedModel(manager, net), Optimizer(manager, plain)
+    optimizer = Optimizer(manager, plain)
     for x, y in endless():
         optimizer.zero_grad()
         time.sleep(SAMPLE_S * len(x))
-        nn.functional.mse_loss(model(x), y).backward()
+        nn.functional.mse_loss(net(x), y).backward()
+        for work in [manager.allreduce(p.grad) for p in net.parameters() if p.grad is not None]:
+            work.wait()
         before = manager.current_step()
         optimizer.step()
         if manager.current_step() > before:  # committed; else all do it again
