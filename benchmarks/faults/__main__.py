@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.faults import outages
-from benchmarks.faults.outages import BATCH, EPOCH_STEPS, EVERY_S, RANKS, SAMPLE_S, System
+from benchmarks.faults.outages import BATCH, EPOCH_STEPS, EVERY_S, RANKS, SAMPLE_S, START_S, System
 from benchmarks.kit.figures import Figure, figure, named
 from benchmarks.kit.runner import Benchmark, Cases, Raw
 from tests.ranks.stale.simulated.cases import case_of
@@ -33,10 +33,11 @@ from tests.ranks.stale.simulated.simulation import simulate
 PART, QUICK = 1000, 10  # schedules of a case
 OUTAGES = 3  # each rank that may be lost once
 GOODPUT = 0.88  # as Decoupled DiLoCo reports (arXiv 2604.21428); its outages are other ones
-NOTES = f"""Outages: {RANKS} processes, {SAMPLE_S * BATCH:g} s of emulated work per step, {BATCH} samples per rank
-and step, {EPOCH_STEPS} steps an epoch; {OUTAGES} outages, one every {EVERY_S:g} s, from when all train. A new process
-imports, sets up and joins in real time. DDP writes a checkpoint each epoch of a model so small that this costs next to
-nothing. torchft has the settings of its own example, but joins after 1 s and not 10.
+NOTES = f"""Outages: {RANKS} processes, {SAMPLE_S * BATCH:g} s of emulated work per step, {BATCH} samples per rank and
+step, {EPOCH_STEPS} steps an epoch; {OUTAGES} outages, one every {EVERY_S:g} s, from when all train. A process takes
+{START_S:g} s to start (emulated: four machines would not share two cores), sets up and joins in real time. DDP writes
+a checkpoint each epoch of a model so small that this costs next to nothing. torchft has the settings of its own
+example, but joins after 1 s and not 10.
 
 Simulated faults. Failures: schedules in which a sample was applied twice, or never though training ended well; a
 contribution was older than the policy's bound; a rank, or the server, had no answer within the schedule's time; a rank

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.cases import WORLD
+from benchmarks.provenance import ROOT
 from benchmarks.torchrun import last_words
+from tests import warm
 
 RANKS, LEAST = WORLD, 2  # of the job; of which must be left
 BATCH, EPOCH_STEPS, SAMPLE_S = 8, 10, 0.25 / 8  # samples per rank and step; steps of all ranks; of a sample
 EVERY_S, FIRST_S, AWAY_S = 20.0, 5.0, 2.0  # between outages; until the first; until the machine is there again
+START_S = 4.0  # of a process: imports, and whatever it does before it trains; four machines would not share two cores
 _LOOK_S, _LIMIT_S = 0.02, 90.0
 
 
@@ -39,7 +38,7 @@ class System(Enum):
 
 
 class Job:
-    """Processes of a job, each in a group of its own, and what they note.
+    """Processes of a job, forks of one that has imported Lightning, and what they note.
 
     Args:
         system: what trains.
@@ -49,7 +48,7 @@ class Job:
     def __init__(self, system: System, folder: Path) -> None:
         self.system, self.folder = system, folder
         self.lives = [0] * RANKS
-        self.ranks: list[subprocess.Popen[bytes] | None] = [None] * RANKS
+        self.ranks: list[warm.WarmProcess | None] = [None] * RANKS
         self.there_s = [0.0] * RANKS  # when the machine is there again
         self._port = 0
 
@@ -62,12 +61,10 @@ class Job:
             self.lives[rank] += 1
             its = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), "LOCAL_RANK": str(rank)}
             its |= {"NODE_RANK": "0", "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            command = [sys.executable, "-m", "benchmarks.faults.worker", str(rank), self.system.value]
+            command = ["-m", "benchmarks.faults.worker", str(rank), self.system.value]
+            command += [str(self.folder), str(self.notes(rank))]
             with self.said(rank).open("w") as said:
-                self.ranks[rank] = subprocess.Popen(
-                    [*command, str(self.folder), str(self.notes(rank))],
-                    env={**os.environ, **its}, stdout=said, stderr=said, start_new_session=True,
-                )  # fmt: skip
+                self.ranks[rank] = warm.start(command, ROOT, {**os.environ, **its}, said.fileno(), said.fileno())
 
     def said(self, rank: int) -> Path:
         return self.folder / f"said-{rank}-{self.lives[rank]}"
@@ -78,9 +75,8 @@ class Job:
     def end(self, *ranks: int) -> None:
         for rank in ranks:
             if (process := self.ranks[rank]) is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.kill()
+                process.wait(_LIMIT_S)
                 self.ranks[rank] = None
 
     def trains(self) -> bool:
@@ -148,3 +144,4 @@ def run(system: System, outages: int, periods: int) -> dict[str, Any]:
             return {"samples": [after - before for before, after in pairwise(counts)]}
         finally:
             job.end(*everyone)
+            warm.close()

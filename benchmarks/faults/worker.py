@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.faults.outages import BATCH, EPOCH_STEPS, LEAST, RANKS, SAMPLE_S, System
+from benchmarks.faults.outages import BATCH, EPOCH_STEPS, LEAST, RANKS, SAMPLE_S, START_S, System
 from benchmarks.torchrun import quietly
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 
@@ -138,6 +138,7 @@ def main(start: Callable[[], None] = quietly) -> None:
     """``rank system folder path-of-notes``, by `outages.run`."""
     rank, system, folder, notes = int(sys.argv[1]), System(sys.argv[2]), Path(sys.argv[3]), Noted(Path(sys.argv[4]))
     start()
+    time.sleep(START_S)
     if system is System.TORCHFT:
         under_torchft(rank, folder, notes)
     else:
