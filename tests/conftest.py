@@ -76,9 +76,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if tier == "simgpu" and no_simulation:
             item.add_marker(pytest.mark.skip(reason=no_simulation))
     if not config.getoption("--long") and not any("::" in asked for asked in config.args):
-        left_out = [item for item in items if item.get_closest_marker("long") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("long") is None]
+        left_out = [item for item in items if _is_long(item)]
+        items[:] = [item for item in items if not _is_long(item)]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _is_long(item: pytest.Item) -> bool:
+    short = item.get_closest_marker("short")
+    case = item.name.partition("[")[2].removesuffix("]")
+    rare = short is not None and not any(f"-{of}-" in f"-{case}-" for of in short.args)
+    return rare or item.get_closest_marker("long") is not None
 
 
 @pytest.fixture(autouse=True)

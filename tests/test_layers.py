@@ -75,6 +75,15 @@ def test_the_tree_keeps_every_contract() -> None:
         ("balanced/fit/run.py", "import lightning_hetero", "Engines never import"),
     ],
 )
+@pytest.mark.short(
+    "solvers/apportion.py",
+    "stale/decide/policy/rules.py",
+    "data/planted.py",
+    "base/planted.py",
+    "pipeline/planted.py",
+    "stale/planted.py",
+    "balanced/fit/run.py",
+)
 def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str, contract: str) -> None:
     target = copy / "lightning_hetero" / file
     with target.open("a") as source:

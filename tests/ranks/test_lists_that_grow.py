@@ -173,6 +173,7 @@ def no_list_grows(variant: str, batches: int, early: int, late: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.short("balanced", "stale", "pipeline")
 def test_nothing_that_is_kept_grows(variant: str) -> None:
     no_list_grows(variant, 20, 3, 15)
 

@@ -58,6 +58,7 @@ def resumed_twice(
 
 @pytest.mark.parametrize("engine", ["balanced", "stale", "pipeline"])
 @pytest.mark.parametrize("longer", [0, 2], ids=["whole", "limited"])  # batches behind limit_train_batches
+@pytest.mark.short("limited")
 def test_it_goes_on_as_under_stock_ddp(engine: str, longer: int, tmp_path: Path) -> None:
     deep = engine == "pipeline"
     folders = [tmp_path / name for name in ("engine", "ddp")]

@@ -107,6 +107,7 @@ def test_a_plan_that_does_not_fit_names_group_and_stage() -> None:
 @pytest.mark.parametrize("capped", [False, True], ids=["roomy", "capped"])
 @pytest.mark.parametrize("sync", [0.02, 0.2, 1.0], ids=["light", "medium", "heavy"])
 @pytest.mark.parametrize(("devices", "layers", "seeds"), [(3, 7, 4), (4, 6, 1)])
+@pytest.mark.short("medium")
 def test_the_mean_gap_to_brute_force_is_below_half_a_percent(
     devices: int, layers: int, seeds: int, sync: float, capped: bool
 ) -> None:

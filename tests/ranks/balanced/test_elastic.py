@@ -143,6 +143,7 @@ def check(
 
 
 @pytest.mark.parametrize("place", ["batch starts", "before backward", "exchanged", "batch ends", "epoch ends"])
+@pytest.mark.short("before backward", "exchanged")
 def test_weights_are_those_of_one_process(place: str) -> None:
     outcomes = check(3, {1: place})
     said = [text for _, _, told in outcomes for text in told["said"]]
@@ -160,6 +161,7 @@ def test_weights_are_those_of_one_process(place: str) -> None:
     ],
     ids=["two at once", "workers have fetched ahead", "accumulation", "all but rank 0", "validation"],
 )
+@pytest.mark.short("two at once", "accumulation")
 def test_weights_are_those_of_one_process_whatever_else_goes_on(
     lost: dict[int, str], args: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -188,6 +190,7 @@ def one_behind(
 
 
 @pytest.mark.parametrize("lost", [{}, {1: "exchanged"}, {1: "batch ends"}], ids=["nobody", "another", "the next batch"])
+@pytest.mark.short("another")
 def test_who_has_the_sum_gives_it_to_who_has_not(lost: dict[int, str]) -> None:
     """Nothing is trained twice, also if a rank is lost meanwhile: what it had added counts."""
     check(3, lost, job=one_behind)

@@ -187,6 +187,7 @@ def job(rank: int, world: int, options: dict[str, Any], test: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.short("used twice", "replicas")
 def test_no_gradient_is_lost_wherever_memory_ends(name: str) -> None:
     world, options, test = CASES[name]
     for found in run_ranks(world, job, options, test):

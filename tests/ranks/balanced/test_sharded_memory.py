@@ -159,10 +159,10 @@ CASES: dict[str, tuple[int, Any, str, Limits, dict[str, Any], dict[str, Any]]] =
 }
 
 
-LONG = {"forward, tokens", "forward, own backward", "dummies that are NaN", "planned, cut again"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.short(
+    "planned, tokens", "backward, replicas", "forward, all ranks, dict", "learned in the first steps", "backward, own backward",
+)
 def test_weights_are_those_of_one_process(name: str) -> None:
     world, make, where, limits, args, trainer = CASES[name]
     outcomes = run_ranks(world, job, make, where, limits, args, trainer)

@@ -72,6 +72,7 @@ def fitted(rank: int, world: int, engine: str, attacked: bool) -> tuple[Any, int
 
 
 @pytest.mark.parametrize("engine", OPTIONS)
+@pytest.mark.short("stale", "balanced")
 def test_what_strangers_write_changes_nothing(engine: str) -> None:
     quiet = run_ranks(2, fitted, engine, False)
     attacked = run_ranks(2, fitted, engine, True, timeout_s=90.0)

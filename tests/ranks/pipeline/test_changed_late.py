@@ -178,6 +178,7 @@ TWO_GROUPS = {"groups": [
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
+@pytest.mark.short("on_fit_start", "on_train_epoch_start")
 def test_what_hooks_change_before_training_or_between_epochs_is_trained_and_saved(hook: str) -> None:
     ranks = run_ranks(2, taken, hook)
     for found in ranks:

@@ -123,6 +123,7 @@ def resuming_job(rank: int, world: int, plan: str, cases: Sequence[Resumed], fol
 
 @pytest.mark.stock_ddp("other_devices", "pipeline")
 @pytest.mark.parametrize("plan", ["1x2", "2x2", "1x1"])
+@pytest.mark.short("1x2", "1x1")
 def test_a_run_goes_on_under_any_plan(saved: dict[str, Path], expected: dict[int, Weights], plan: str) -> None:
     folders = {name: str(path) for name, path in saved.items()}
     for found in run_ranks(WORLD[plan], resuming_job, plan, CASES, folders):

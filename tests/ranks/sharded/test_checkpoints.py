@@ -75,6 +75,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, expected: dict[str, Weights]
 
 
 @pytest.mark.parametrize("world", READ)
+@pytest.mark.short("1", "2")
 def test_it_goes_on_exactly(saved: Path, expected: dict[str, Weights], world: int) -> None:
     ranks = run_ranks(world, reading, str(saved))
     for index, (name, form, optimizer, at) in enumerate(READ[world]):

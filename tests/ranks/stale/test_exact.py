@@ -174,6 +174,7 @@ def fit(rank: int, world: int, name: str, setting: str) -> Any:
     ("name", "setting"),
     [(n, s) for n in CASES for s in SETTINGS if n in ONLY.get(s, CASES)],
 )
+@pytest.mark.short("barrier")
 def test_weights_are_those_of_one_process(name: str, setting: str) -> None:
     case, world = CASES[name], SETTINGS[setting][0]
     module = case.oracle(world) if case.oracle is not None else case.make()

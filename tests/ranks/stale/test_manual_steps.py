@@ -214,6 +214,7 @@ def test_a_step_that_others_build_on_waits_for_all(more: bool) -> None:
      Buffered(k=2), Quorum(quorum=1)],
     ids=str,
 )
+@pytest.mark.short("Joining(bound=2, grace=0.5)", "Bsp()")
 def test_every_step_counts_once_for_every_sample_and_within_the_bound(policy: Policy) -> None:
     """Also where a batch's last push comes too late, or never, and others compute its samples again."""
     reissued = 0

@@ -142,6 +142,7 @@ POLICIES: dict[str, tuple[Any, int | None]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.short("saps", "quorum")
 def test_every_policy_trains(name: str) -> None:
     policy, bound = POLICIES[name]
     results = run_ranks(3, job, policy, 2e-4, EPOCHS, {})

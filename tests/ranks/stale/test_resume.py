@@ -137,6 +137,7 @@ def resuming_job(
 
 @pytest.mark.stock_ddp("other_devices", "stale")
 @pytest.mark.parametrize(("now", "cases"), [(2, PLAN), (3, PLAN[1::3]), (1, PLAN[::4])], ids=["2", "3", "1"])
+@pytest.mark.short("2")
 def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
     saved: Path, expected: dict[int, Result], now: int, cases: list[Any]
 ) -> None:

@@ -126,6 +126,7 @@ def plans(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.short("across epochs", "stops early")
 def test_counters_are_those_of_stock_ddp_on_all_ranks(name: str) -> None:
     ranks = run_ranks(2, plans, name)
     stock = ranks[0]["ddp"]
@@ -192,6 +193,7 @@ def logged(rank: int, world: int, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", LATENESS)
+@pytest.mark.short("barrier", "late in the middle")
 def test_values_of_an_epoch_are_those_of_its_samples(name: str) -> None:
     ranks = run_ranks(3, logged, name)
     samples = LATENESS[name][0]

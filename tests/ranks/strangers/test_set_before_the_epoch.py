@@ -102,6 +102,7 @@ def curriculum(rank: int, world: int, engine: str, own: bool, workers: bool, gro
 @pytest.mark.stock_ddp("data_state")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("own", "workers"), [(False, False), (True, False), (False, True)])
+@pytest.mark.short("False-True")
 def test_a_samplers_stage_counts_in_the_epoch_that_begins(engine: str, own: bool, workers: bool) -> None:
     want = [list(range(16 * e, 16 * e + 16)) for e in range(EPOCHS)]
     assert ends(curriculum, engine, own, workers)[0] == want
