@@ -1,4 +1,4 @@
-"""What an evening of benchmarks takes; changes nothing that is measured."""
+"""What each benchmark may take of an evening; changes nothing that is measured."""
 
 MINUTES = {
     "balanced": 36, "stale": 32, "pipeline": 18, "joint": 18, "federated": 8, "sharded": 12, "auto": 10, "peers": 22,

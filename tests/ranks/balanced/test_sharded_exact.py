@@ -111,7 +111,6 @@ def trained(world: int, long: bool) -> list[dict[str, Outcome | str]]:
 
 
 @pytest.mark.parametrize(("world", "long", "name"), CASES)
-@pytest.mark.short("auto, 20 steps")
 def test_weights_are_those_of_one_process(world: int, long: bool, name: str) -> None:
     program = TABLES[world, long][name]
     outcomes = [rank[name] for rank in trained(world, long)]

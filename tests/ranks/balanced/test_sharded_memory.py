@@ -162,7 +162,7 @@ CASES: dict[str, tuple[int, Any, str, Limits, dict[str, Any], dict[str, Any]]] =
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.short(
     "planned, tokens", "backward, replicas", "forward, all ranks, dict", "learned in the first steps",
-    "backward, own backward",
+    "backward, own backward", "forward, accumulation, clipping", "forward, checkpointed, two roots", "planned",
 )
 def test_weights_are_those_of_one_process(name: str) -> None:
     world, make, where, limits, args, trainer = CASES[name]

@@ -63,10 +63,8 @@ def oracle(name: str) -> tuple[Weights, dict[str, float]]:
     "accumulate_grad_batches", "gradient_clip_val", "optimizers", "schedulers", "find_unused_parameters",
     "token_means", "pipeline"
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=pytest.mark.long) if plan == "1x4" else plan for plan in NAMES]
-)
-@pytest.mark.short("1x2", "2x1", "resting")
+@pytest.mark.parametrize("plan", NAMES)
+@pytest.mark.short("1x2", "2x1", "1x1", "resting")
 def test_the_weights_are_those_of_one_process(plan: str) -> None:
     ranks = run_ranks(WORLD[plan], job, plan, NAMES[plan], timeout_s=100.0)
     for name in NAMES[plan]:
