@@ -1,8 +1,9 @@
 """``python -m benchmarks.peers [--quick] [--repeats SEEDS]``: what a user would pick instead, on the same devices.
 
-Four processes train the same small CNN on the same digits, in the same order where the peer lets one choose it. Every
-training has four fresh processes; peers are interleaved seed by seed. Peers that are optional packages are left out,
-with the reason, where they are not installed::
+Four processes train the same small CNN on the same digits, in the same order where the peer lets one choose it. Peers
+are interleaved seed by seed; those under Lightning train in the same four processes one after the other, and every
+other one in fresh processes. Peers that are optional packages are left out, with the reason, where they are not
+installed::
 
     pip install -c constraints.txt accelerate
     pip install -c constraints.txt torchft hivemind
@@ -11,6 +12,7 @@ with the reason, where they are not installed::
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -31,6 +33,7 @@ from benchmarks.peers.cases import (
     TARGET_LOSS,
     Run,
     effective_samples,
+    groups_of,
     key,
     runs_of,
 )
@@ -72,7 +75,7 @@ def notes(versions: str) -> str:
         "**hivemind** is made for updates of many seconds over the internet; finding a group for an update takes longer"
         " than an update of this task, so this is no judgement of what it is made for; meanwhile devices add more"
         " samples than asked for. Peers draw their own samples."
-        f" It is stopped after {LIMIT_S:.0f} s.",
+        f" It is stopped after {LIMIT_S:.0f} s, and trained with one seed only.",
         "**ours: stale**: rank 0's copy of the model may be older than the server's, in the curve and in the distance.",
         f"**off one process**: how far rank 0's weights are from those of one process after {DISTANCE_AFTER} updates,"
         " as part of the way that one has gone. Equal mathematics leave float32 rounding, which grows from update to"
@@ -81,32 +84,34 @@ def notes(versions: str) -> str:
     return "\n".join([first, "", *(f"- {item}" for item in items), "", f"Optional packages: {versions}."])
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Trains in four fresh processes; returns ``ranks`` (what each rank saw), or ``failed``: why there is nothing."""
-    peer = next(peer for peer in PEERS if peer.name == run.peer)
+def measure(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Trains one after the other in the same processes.
+
+    Returns:
+        Of each training ``ranks`` (what each rank saw), or ``failed``: why there is nothing.
+    """
+    peer = next(peer for peer in PEERS if peer.name == runs[0].peer)
     if (missing := peer.missing()) is not None:
-        return {"failed": missing}
+        return [{"failed": missing}]
+    setting, limit_s = json.dumps([asdict(run) for run in runs]), START_S + LIMIT_S * len(runs)
     try:
-        setting = json.dumps(asdict(run))
-        return {"ranks": apart("benchmarks.peers.worker", peer.ranks, setting, limit_s=START_S + LIMIT_S)}
+        ranks = apart("benchmarks.peers.worker", peer.ranks, setting, limit_s=limit_s)
     except RuntimeError as error:
-        return {"failed": str(error)}
+        return [{"failed": str(error)} for _ in runs]
+    return [{"ranks": list(one)} for one in zip(*ranks, strict=True)]
 
 
 def cases(quick: bool, repeats: int) -> Cases:
-    """Returns what measures each training, peers interleaved seed by seed."""
-    return {_name(run): partial(measure, run) for run in runs_of(quick=quick, seeds=range(repeats))}
-
-
-def _name(run: Run) -> str:
-    return f"{run.cluster}, seed {run.seed}: {run.peer}"
+    """Returns what measures each group of trainings, seed by seed."""
+    groups = groups_of(runs_of(quick=quick, seeds=range(repeats)))
+    return {name: partial(measure, runs) for name, runs in groups.items()}
 
 
 def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
     """Returns figures, raw values and notes."""
-    seeds = range(len(found))
-    runs = [run for run in runs_of(quick=quick, seeds=seeds) if _name(run) in found]
-    results = {key(run): found[_name(run)] for run in runs}
+    groups = groups_of(runs_of(quick=quick, seeds=range(len(found))))
+    measured = [pair for name, ones in found.items() for pair in zip(groups[name], ones, strict=True)]
+    runs, results = [run for run, _ in measured], {key(run): one for run, one in measured}
     rows, why = rows_of(results, runs), failures(results, runs)
     installed = [peer.needs for peer in PEERS if peer.needs and peer.missing() is None]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(installed)) or "none besides ours"

@@ -1,4 +1,4 @@
-"""One rank of one training: writes what it saw as JSON; rank 0 judges its models when the clock has stopped."""
+"""One rank: trains by one peer after the other, and writes what it saw as JSON; rank 0 judges its models afterwards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from benchmarks.torchrun import quietly
 
 
 def main() -> None:
-    run, path, rank = Run(**json.loads(sys.argv[1])), Path(sys.argv[2]), int(os.environ["RANK"])
     quietly()
+    found = [trained(Run(**run), int(os.environ["RANK"])) for run in json.loads(sys.argv[1])]
+    Path(sys.argv[2]).write_text(json.dumps(found))
+    os._exit(0)  # some libraries' threads and servers do not end by themselves, or with an error
+
+
+def trained(run: Run, rank: int) -> dict[str, Any]:
+    """Returns what this rank saw of a training; on rank 0 with its judged models."""
     peer, curve = next(p for p in PEERS if p.name == run.peer), Curve()
     if peer.lightning:
         from benchmarks.peers.under_lightning import train
@@ -24,8 +30,7 @@ def main() -> None:
     seen: dict[str, Any] = {**train(run, rank, curve), "fit_s": curve.fit_s}
     if rank == 0:
         seen |= {"curve": judged(curve), "distance": distance(curve, run.seed, run.updates)}
-    path.write_text(json.dumps(seen))
-    os._exit(0)  # some libraries' threads and servers do not end by themselves, or with an error
+    return seen
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from benchmarks.peers import cases, device, task
-from benchmarks.peers.cases import CLUSTERS, SAMPLES, WORLD, Run, effective_samples, key, parts_of
+from benchmarks.peers.cases import CLUSTERS, SAMPLES, WORLD, Run, effective_samples, groups_of, key, parts_of, runs_of
 from benchmarks.peers.figures import failures, figures_of, rows_of, table
 
 pytest.importorskip("sklearn")
@@ -36,6 +36,17 @@ def test_static_parts_cover_every_epoch_in_torchs_order() -> None:
         assert [len(parts) for parts in each] == [len(rank) for rank in ranks] == [cases.BATCHES] * WORLD
         assert [index for step in zip(*each, strict=True) for part in step for index in part] == list(sampler)
         assert [dealt[rank::WORLD] for rank in range(WORLD)] == each and len(dealt) == len(whole)
+
+
+def test_trainings_with_a_trainer_share_their_processes_and_slow_peers_train_once() -> None:
+    runs = list(runs_of(quick=False, seeds=range(3)))
+    groups = groups_of(runs)
+    assert sorted(map(key, runs)) == sorted(key(run) for ones in groups.values() for run in ones)
+    together = [run.peer for run in groups["1:1:1/2:1/4, seed 2: under Lightning"]]
+    assert {"stock DDP", "static split, weighted", "ours: pipeline"} < set(together) and "hivemind" not in together
+    assert "fast devices only" not in together and "DDP, plain loop" not in together
+    assert all(len(ones) == 1 for name, ones in groups.items() if not name.endswith("under Lightning"))
+    assert [run.seed for run in runs if run.peer == "hivemind"] == [0, 0]  # of each cluster
 
 
 def test_an_unweighted_mean_of_unequal_parts_is_as_noisy_as_fewer_samples() -> None:
