@@ -1,6 +1,6 @@
-"""``python -m benchmarks [--quick] [--fresh] [names...]``: all ten, one after the other, in one evening.
+"""``python -m benchmarks [--quick] [--fresh] [names...]``: all ten, one after the other: some five hours.
 
-Each benchmark is a process of its own and prints its share of the time. An evening that was stopped goes on: what is
+Each benchmark is a process of its own and prints what it takes. A run that was stopped goes on: what is
 through, with the code as it is, is not run again, and of the one that was stopped only the cases that are missing;
 ``--fresh`` begins anew. A benchmark that fails does not stop the others. In the end the results pages, the tables of
 README.md and ``docs/`` and the pictures are written. ``--quick`` is a smoke test: few and short cases, whose results
@@ -57,7 +57,7 @@ def evening(
         if done.get(name) == code:
             print(f"== {number}/{len(names)} {name}: is through", flush=True)
             continue
-        share = "" if quick else f", its share is {MINUTES[name]} min"
+        share = "" if quick else f", it takes some {MINUTES[name]} min"
         print(f"== {number}/{len(names)} {name} ({passed}{share})", flush=True)
         if run([f"benchmarks.{name}", *(["--quick"] if quick else [])]):
             failed.append(name)

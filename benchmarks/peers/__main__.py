@@ -33,11 +33,10 @@ from benchmarks.peers.cases import (
     TARGET_LOSS,
     Run,
     effective_samples,
-    groups_of,
     key,
-    runs_of,
 )
 from benchmarks.peers.figures import failures, figures_of, rows_of, table
+from benchmarks.peers.groups import groups_of
 from benchmarks.torchrun import apart
 from lightning_hetero.solvers import apportion
 
@@ -103,13 +102,13 @@ def measure(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def cases(quick: bool, repeats: int) -> Cases:
     """Returns what measures each group of trainings, seed by seed."""
-    groups = groups_of(runs_of(quick=quick, seeds=range(repeats)))
+    groups = groups_of(quick=quick, seeds=range(repeats))
     return {name: partial(measure, runs) for name, runs in groups.items()}
 
 
 def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
     """Returns figures, raw values and notes."""
-    groups = groups_of(runs_of(quick=quick, seeds=range(len(found))))
+    groups = groups_of(quick=quick, seeds=range(len(found)))
     measured = [pair for name, ones in found.items() for pair in zip(groups[name], ones, strict=True)]
     runs, results = [run for run, _ in measured], {key(run): one for run, one in measured}
     rows, why = rows_of(results, runs), failures(results, runs)

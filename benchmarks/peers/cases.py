@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
@@ -62,7 +62,6 @@ class Peer:
         needs: package that must be installed besides ours.
         lightning: trains under Lightning's Trainer; else in a loop by hand.
         ranks: processes; fewer than all where slow devices are left out.
-        once: trained with the first seed only, as it takes minutes.
         told_speeds: its division is made beforehand of the devices' speeds; left out where these are equal but for
             chance, since it would be stock DDP.
     """
@@ -73,7 +72,6 @@ class Peer:
     lightning: bool = False
     told_speeds: bool = False
     ranks: int = WORLD
-    once: bool = False
 
     def missing(self) -> str | None:
         """Returns why it cannot be run here, or None."""
@@ -110,7 +108,6 @@ PEERS = (
         name="hivemind",
         changes="updates of at least 64 samples, more where averaging takes longer; who computes them is open",
         needs="hivemind",
-        once=True,
     ),
     Peer(name="ours: balanced", changes="nothing", lightning=True),
     Peer(name="ours: stale", changes="gradients may be up to two versions old", lightning=True),
@@ -140,23 +137,11 @@ def runs_of(*, quick: bool, seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds[:1] if quick else seeds:
         for cluster in CLUSTERS[:1] if quick else CLUSTERS:
             for peer in PEERS:
-                if (quick and peer.name not in QUICK) or (peer.once and seed != seeds[0]):
+                if quick and peer.name not in QUICK:
                     continue
                 if not (peer.told_speeds and len(set(cluster.speeds)) == 1):
                     updates = QUICK_UPDATES if quick else UPDATES
                     yield Run(peer=peer.name, cluster=cluster.name, seed=seed, updates=updates)
-
-
-def groups_of(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Returns the trainings that the same processes do one after the other, by name: those with a Trainer."""
-    peers = {peer.name: peer for peer in PEERS}
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        peer = peers[run.peer]
-        together = peer.lightning and peer.ranks == WORLD
-        name = f"{run.cluster}, seed {run.seed}: {'under Lightning' if together else run.peer}"
-        groups.setdefault(name, []).append(run)
-    return groups
 
 
 def parts_of(order: Sequence[int], shares: Sequence[int]) -> Iterator[list[int]]:

@@ -16,10 +16,10 @@ from benchmarks.kit.figures import figure, markdown, percentile
 from benchmarks.kit.minutes import MINUTES
 from benchmarks.kit.runner import Benchmark, Kept
 
-HOURS = 3
+HOURS = 5  # as docs/benchmarks.md says
 
 
-def test_an_evening_is_at_most_three_hours() -> None:
+def test_all_benchmarks_take_what_the_page_says() -> None:
     assert sum(MINUTES.values()) <= 60 * HOURS
     assert set(there()) <= set(MINUTES)
 
