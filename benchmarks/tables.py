@@ -155,12 +155,15 @@ def stale(results: Results) -> str:
     head = ["emulated devices", "times as fast as DDP, digits CNN / transformer",
             "times as fast as `hetero_balanced`", "final loss over DDP's", "stale samples"]  # fmt: skip
     oldest = max(row["max_staleness"] for row in ours)
-    losses = [results[case + LOSS] for case in results.cases(LOSS) if case.startswith("simulated")]
+    simulated = [case for case in results.cases(LOSS) if case.startswith("simulated")]
+    worst = max(simulated, key=lambda case: results[case + LOSS])
+    taken = max(row["taken"] for row in results.raw["real"])
     return _joined(
         _table(head, rows),
         f"No contribution was more than {oldest} versions old. The simulated half (all policies) has the"
-        f" losses as well: up to {max(losses):.1f} times DDP's final loss, where the learning rate sits at the edge of"
-        " stability.",
+        f" losses as well: up to {results[worst + LOSS]:.2f} times DDP's final loss ({worst.partition(', ')[2]})."
+        f" Emulated work took up to {taken:.2f} times what was asked: where that is above 1, real work was longer than"
+        " the emulated, which brings the ratios closer to 1.",
     )
 
 
