@@ -6,6 +6,8 @@ import copy
 import math
 import os
 import tempfile
+import time
+import zipfile
 from datetime import timedelta
 from typing import Any
 
@@ -213,6 +215,13 @@ class KeepsFile(OnExceptionCheckpoint):
         pass
 
 
+def comes_within(patience_s: float, path: str) -> None:
+    """Waits until a file is there and whole: a copy on its way has no end yet."""
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end and not (os.path.exists(path) and zipfile.is_zipfile(path)):
+        time.sleep(0.02)
+
+
 def saved_on_exception(rank: int, world: int, engine: str, kind: str, only: int | None) -> dict[str, Any]:
     """PL#20187, PL#19827: OnExceptionCheckpoint, where all ranks raise, or one does (stock DDP hangs then)."""
     folder = "kept" if world > 1 else tempfile.mkdtemp()
@@ -227,6 +236,8 @@ def saved_on_exception(rank: int, world: int, engine: str, kind: str, only: int 
     except BaseException as e:
         raised = type(e).__name__ + str(e)[:100]
     path = os.path.join(folder, "on_exception.ckpt")
+    if rank > 0 and only is None:  # nobody is waited for after an exception, and rank 0 is the one that writes
+        comes_within(20.0, path)
     kept = (
         torch.load(path, weights_only=False)
         if os.path.exists(path)
