@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from lightning_hetero.transport.awake import awake_s
+
 CLASS = "DROP_IN_CLASS"  # class path, e.g. lightning_hetero.LoadBalancedStrategy
 RANKS = "DROP_IN_RANKS"  # 1, or 2: every test in two processes, `Trainer()` means both of them
 ONLY = "DROP_IN_ONLY"  # a file with a list of tests to run, or null: all
@@ -167,6 +169,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
            for mark in item.iter_markers()):  # fmt: skip
         from _pytest.runner import runtestprotocol
 
+        awake_s()  # one thread per process, for its whole life; Lightning's tests look for new ones after each test
         runtestprotocol(item, nextitem=None, log=True)
     else:
         for report in _run_in_processes(item):
@@ -259,6 +262,7 @@ def _fork(item: pytest.Item, rank: int, ranks: int, port: int, folder: Path) -> 
             rank_zero_only.rank = rank
         from _pytest.runner import runtestprotocol
 
+        awake_s()  # one thread per process, for its whole life; Lightning's tests look for new ones after each test
         reports = runtestprotocol(item, nextitem=None, log=False)
         hook = item.config.hook
         data = [hook.pytest_report_to_serializable(config=item.config, report=report) for report in reports]
