@@ -8,8 +8,9 @@ import must be installed, see its ``requirements/pytorch/test.txt``.
   processes by themselves (``ddp_spawn``, ``ddp_fork``) do so: they have two ranks.
 - *two ranks*: each test runs in two processes, and ``Trainer()`` or ``Trainer(devices=1)`` means both of them.
 
-Only tests that stock DDP passes in the same way count; what it passes is kept in ``.cache/`` beside this file, to be
-removed when other tests are named.
+Only tests that stock DDP passes in the same way count. What has been run with the present code is kept in ``.cache/``
+beside this file: the command goes on where it was interrupted, and two of them, each with other classes, share the
+work; one with all classes writes the page then.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drop_in.cases import CLASSES, EXCLUDED, QUICK, TESTS, TWO_RANKS
+from benchmarks.provenance import provenance
 from benchmarks.report import write_results
 
 HERE = Path(__file__).resolve().parent
@@ -78,22 +80,29 @@ def main() -> None:
     if given.quick or given.tests:
         chosen = dict.fromkeys(chosen, QUICK if given.quick else tuple(given.tests))
     (HERE / ".cache").mkdir(exist_ok=True)
+    code = provenance(HERE.name)["digest"]
+
+    def outcomes_of(engine: str, ranks: int, only: list[str] | None) -> Lines:
+        kept = HERE / ".cache" / f"{engine}-{ranks}-{code}.json"
+        if given.quick or given.tests or given.all:
+            return run(engine, ranks, checkout, chosen[ranks], only, given.limit_s)
+        if not kept.exists():
+            lines = run(engine, ranks, checkout, chosen[ranks], only, given.limit_s)
+            kept.write_text(json.dumps(lines, indent=1))
+        return json.loads(kept.read_text())
+
     figures: list[dict[str, Any]] = []
     raw: dict[str, Any] = {"not passed": {}}
     left_out = "; ".join(f"{part}: {why}" for part, why in EXCLUDED.items())
     notes = [f"Tests on {ranks} rank(s): {', '.join(chosen[ranks])}." for ranks in given.ranks]
     notes.append(f"Not counted: {left_out or 'none'}.")
     for ranks in given.ranks:
-        tests = chosen[ranks]
-        kept = HERE / ".cache" / f"stock-{ranks}{'-quick' if given.quick else ''}.json"
-        if not kept.exists():
-            kept.write_text(json.dumps(run("stock", ranks, checkout, tests, None, given.limit_s), indent=1))
-        counted = stock_passes(json.loads(kept.read_text()), ranks)
+        counted = stock_passes(outcomes_of("stock", ranks, None), ranks)
         raw[f"stock, {ranks} rank(s)"] = counted
         for engine in given.engine:
             if engine == "stale-bsp" and ranks == 1:
                 continue  # one device is stock DDP whatever the policy
-            lines = run(engine, ranks, checkout, tests, counted, given.limit_s)
+            lines = outcomes_of(engine, ranks, counted)
             outcomes = {test: lines.get(test, {"outcome": "failed", "cause": "was not run"}) for test in counted}
             name = f"{engine}, {ranks} rank(s)"
             for outcome in ("passed", "refused", "failed"):
