@@ -9,8 +9,8 @@ import must be installed, see its ``requirements/pytorch/test.txt``.
 - *two ranks*: each test runs in two processes, and ``Trainer()`` or ``Trainer(devices=1)`` means both of them.
 
 Only tests that stock DDP passes in the same way count. What has been run with the present code is kept in ``.cache/``
-beside this file: the command goes on where it was interrupted, and two of them, each with other classes, share the
-work; one with all classes writes the page then.
+beside this file: the command goes on where it was interrupted. Once stock DDP is through, two commands with other
+classes share the work, and one with all classes writes the page then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,13 @@ def main() -> None:
     code = provenance(HERE.name)["digest"]
 
     def outcomes_of(engine: str, ranks: int, only: list[str] | None) -> Lines:
-        kept = HERE / ".cache" / f"{engine}-{ranks}-{code}.json"
-        if given.quick or given.tests or given.all:
-            return run(engine, ranks, checkout, chosen[ranks], only, given.limit_s)
-        if not kept.exists():
-            lines = run(engine, ranks, checkout, chosen[ranks], only, given.limit_s)
+        kept, whole = HERE / ".cache" / f"{engine}-{ranks}-{code}.json", not (given.quick or given.tests or given.all)
+        if whole and kept.exists():
+            return json.loads(kept.read_text())
+        lines = run(engine, ranks, checkout, chosen[ranks], only, given.limit_s)
+        if whole:
             kept.write_text(json.dumps(lines, indent=1))
-        return json.loads(kept.read_text())
+        return lines
 
     figures: list[dict[str, Any]] = []
     raw: dict[str, Any] = {"not passed": {}}
@@ -111,7 +112,11 @@ def main() -> None:
                 goal = GOALS.get(engine) if outcome == "passed" and not given.quick else None
                 of = f" of {len(counted)}" if outcome == "passed" else ""
                 figures.append(_figure(f"{name}: {outcome}{of}", number, goal and round(goal * len(counted))))
-            bad = {t: f"{o['outcome']}: {o.get('cause', '')}" for t, o in outcomes.items() if o["outcome"] != "passed"}
+            bad = {
+                test: f"{line['outcome']}: {line.get('cause', '')}".replace(f"{sysconfig.get_path('purelib')}/", "")
+                for test, line in outcomes.items()
+                if line["outcome"] != "passed"
+            }
             raw["not passed"][name] = bad
             notes += [f"## {name}: not passed\n\n" + "\n".join(f"- `{t}`: {why}" for t, why in sorted(bad.items()))]
     title = "Lightning's own tests with our class instead of DDPStrategy"
