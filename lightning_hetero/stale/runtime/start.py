@@ -97,7 +97,9 @@ def start_server(
     area = torch.empty(layout.bytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
         view.copy_(tensor.detach())
-    # Made here: a forked child must not touch a device.
+    # Made here: a forked child must not touch a device. Nor may it free what it replaces, which torch may ask CUDA about:
+    # this frame, which the child has too, holds it.
+    _held = [(p.data, p.grad) for p in parameters], [(dict(o.state), *map(dict, o.param_groups)) for o in optimizers]
     moved = [
         {p: _on_cpu(dict(o.state[p])) for group in o.param_groups for p in group["params"] if o.state.get(p)}
         for o in optimizers
@@ -112,9 +114,7 @@ def start_server(
         for optimizer, states, entries in zip(optimizers, moved, groups, strict=True):
             optimizer.state.update(states)
             for group, moved_entries in zip(optimizer.param_groups, entries, strict=True):
-                group.update(moved_entries)
-                if group.get("capturable"):
-                    group["capturable"] = False
+                group.update(moved_entries | ({"capturable": False} if "capturable" in group else {}))
         store = host_store(host, timeout)
         coordinator = Coordinator(settings.policy, workers=ranks, ahead=ahead, liveness_s=settings.liveness_s)
         if state:

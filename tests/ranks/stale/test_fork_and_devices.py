@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -13,8 +16,9 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.policy import by_name
 from lightning_hetero.stale.runtime import fork
+from lightning_hetero.stale.runtime.fork import ServerProcess
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.start import ServerSettings, connect, start_server
+from lightning_hetero.stale.runtime.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Ask, RemoteFailureError, Request, Say
 from lightning_hetero.transport.flags import PushFlag
@@ -48,15 +52,20 @@ def start(cls: type[Optimizer]) -> tuple[nn.Linear, Optimizer, list[Tensor]]:
     return model, cls(model.parameters(), lr=0.01), [torch.randn(4, 3) for _ in range(2)]  # type: ignore[call-arg]
 
 
-def served(cls: type[Optimizer]) -> Tensor:
-    """Returns what comes of steps in a server, as a rank makes them."""
-    model, optimizer, gradients = start(cls)
+def server_of(model: nn.Module, optimizer: Optimizer) -> tuple[FlatLayout, ServerProcess, Address]:
     layout = FlatLayout.of(list(model.named_parameters()), optimizers=[optimizer])
     process, address = start_server(
         layout=layout, parameters=list(model.parameters()), buffers=[], optimizers=[optimizer],
         settings=ServerSettings(policy=by_name("bsp")), ranks=[0], near=[0], far=[], ahead=0, state={},
         host="127.0.0.1", timeout=timedelta(seconds=30),
     )  # fmt: skip
+    return layout, process, address
+
+
+def served(cls: type[Optimizer]) -> Tensor:
+    """Returns what comes of steps in a server, as a rank makes them."""
+    model, optimizer, gradients = start(cls)
+    layout, process, address = server_of(model, optimizer)
     link = connect(address, 0, timedelta(seconds=30))
     worker = Worker(link, layout, list(model.parameters()), optimizers=[optimizer])
     try:
@@ -80,6 +89,28 @@ def served(cls: type[Optimizer]) -> Tensor:
     finally:
         worker.link.close()
         process.stop(5.0)
+
+
+def test_a_server_frees_nothing_of_its_ranks_device(tmp_path: Path) -> None:
+    """Where another stream has used the memory, freeing it asks CUDA, which ends a forked process."""
+    model, optimizer, gradients = start(torch.optim.AdamW)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    model.weight.grad = gradients[0]
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    here = os.getpid()
+
+    def freed(name: str) -> None:
+        if os.getpid() != here:
+            (tmp_path / name).touch()
+
+    held = {"weight": model.weight.data, "gradient": gradients.pop(0), "lr": optimizer.param_groups[0]["lr"], **state}
+    for name, tensor in held.items():
+        weakref.finalize(tensor.untyped_storage(), freed, name)
+    del held, state, tensor
+    _, process, _ = server_of(model, optimizer)
+    process.stop(5.0)
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 @pytest.mark.usefixtures("poisoned")
