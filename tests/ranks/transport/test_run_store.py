@@ -115,3 +115,17 @@ begun.wait(60.0)
 def test_a_call_that_was_left_alone_does_not_end_while_python_is_taken_down() -> None:
     command = [sys.executable, "-c", _LEFT_ALONE]
     assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == "answered\n"
+
+
+_NEVER_ASKED = """
+import threading
+import lightning_hetero.transport.awake
+def start(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")  # as Python 3.12 says
+threading.Thread.start = start
+"""
+
+
+def test_a_process_that_never_asked_for_the_time_starts_no_clock_to_end() -> None:
+    command = [sys.executable, "-c", _NEVER_ASKED]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr == ""
