@@ -40,8 +40,9 @@ class FSDPPasses:
         self._skip = self._ended = 0
         self._reduced = True  # the last reduce-scatter was not left out
         self._modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        groups = {g: None for m in self._modules for g in getattr(_state(m), "_fsdp_param_groups", ())}
-        self._groups: list[Any] = list(groups)
+        # One for each module before torch 2.12, if any.
+        groups = (getattr(s, "_fsdp_param_groups", ()) or [s._fsdp_param_group] for s in map(_state, self._modules))
+        self._groups: list[Any] = list(dict.fromkeys(group for some in groups for group in some if group))
         for i, group in enumerate(self._groups):
             group._all_gather_comm = _Comm(group._all_gather_comm, self._gathers, lambda n, i=i: self.agree(2 * i, n))
             scatter = group._reduce_scatter_comm

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
@@ -21,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from lightning_hetero import ShardedBalancedStrategy
 from tests.ranks.kit import FEATURES, Scripted, Weights, quiet_trainer, rank_trainer, regression
 
+goes_on_without_memory = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDPModule.reset_iter_state came with torch 2.13"
+)
 WIDTH = 8
 BATCH = 16
 

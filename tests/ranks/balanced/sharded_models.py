@@ -77,6 +77,9 @@ class Bf16(Sharded):
         super().__init__()
         self.float()
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()  # torch before 2.13 has no loss of two types
+
     def shard(self, mesh: DeviceMesh, **options: Any) -> None:
         super().shard(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_hetero.balanced.runtime.fsdp_passes import FSDPPasses, in_reduction
+from tests.ranks.balanced.sharded_kit import goes_on_without_memory
 from tests.ranks.harness import run_ranks
 
 VERSIONS = f"torch {torch.__version__}, checked with 2.13: what fsdp_passes.py takes from torch's FSDP has changed"
@@ -186,6 +187,7 @@ def job(rank: int, world: int, options: dict[str, Any], test: dict[str, Any]) ->
     return found
 
 
+@goes_on_without_memory
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.short("used twice", "replicas")
 def test_no_gradient_is_lost_wherever_memory_ends(name: str) -> None:
@@ -238,6 +240,7 @@ def test_it_is_seen_where_reduced_gradients_may_be_lost() -> None:
     assert all(run_ranks(2, reduced_job)), VERSIONS
 
 
+@goes_on_without_memory
 def test_what_passes_cannot_be_finished_with_is_said() -> None:
     for told in run_ranks(4, refused_job):
         assert all(reason in why and bool(reason) == bool(why) for reason, why in told.items()), (told, VERSIONS)

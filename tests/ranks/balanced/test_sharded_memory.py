@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero import ShardedBalancedStrategy
 from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Limits, Outcome, Wall, fitted
+from tests.ranks.balanced.sharded_kit import goes_on_without_memory
 from tests.ranks.exact_models import PoisonedDummy, Tokens, sequences, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, regression, single
+
+pytestmark = goes_on_without_memory
 
 
 class Sharded(Toy):

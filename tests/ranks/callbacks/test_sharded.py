@@ -34,6 +34,7 @@ from lightning_hetero.record.ledger import ledger_of
 from lightning_hetero.record.run import run_of
 from lightning_hetero.report.figures import alternatives_of
 from lightning_hetero.report.verdict import verdict_of
+from tests.ranks.balanced.sharded_kit import goes_on_without_memory
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, rank_trainer, regression
 
@@ -77,6 +78,7 @@ def watched(rank: int, world: int, tensor: int, folder: Path) -> tuple[Any, Any,
     return strategy.shares, strategy.step_report(), kept.rows
 
 
+@goes_on_without_memory
 @pytest.mark.parametrize(("world", "tensor"), [(2, 1), (4, 2)], ids=["data parallel", "tensor parallel"])
 def test_every_callback_counts_parts(tmp_path: Path, world: int, tensor: int) -> None:
     outcomes = run_ranks(world, watched, tensor, tmp_path)
