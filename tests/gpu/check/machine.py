@@ -15,7 +15,7 @@ from torch.cuda import nccl
 
 from tests.gpu.check.found import begin_with, detail, found, is_dry, skip
 
-NEEDED = ("lightning", "torchmetrics", "hydra", "omegaconf", "psutil", "pytest", "numpy")
+NEEDED = ("lightning", "torchmetrics", "greenlet", "hydra", "omegaconf", "psutil", "pytest", "numpy")
 ASKED = (
     "name,driver_version,pci.bus_id,memory.total,memory.used,compute_cap,pstate,clocks.sm,clocks.mem,clocks.max.sm,"
     "power.limit,temperature.gpu,mig.mode.current,compute_mode,persistence_mode"
@@ -56,7 +56,6 @@ def machine() -> None:
         lightning=lightning.__version__,
         python=platform.python_version(),
         capability=".".join(map(str, torch.cuda.get_device_capability(0))),
-        greenlet=importlib.util.find_spec("greenlet") is not None,
     )
     detail(architectures=torch.cuda.get_arch_list(), cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
     detail(memory=[torch.cuda.mem_get_info(k) for k in range(torch.cuda.device_count())])
@@ -84,7 +83,7 @@ import sys
 from tests.gpu.kit import fit_engine
 from tests.gpu.ranks import run_card_ranks
 if __name__ == "__main__":
-    run_card_ranks(2, fit_engine, sys.argv[1], timeout_s=50.0)
+    run_card_ranks(2, fit_engine, sys.argv[1], timeout_s=80.0)
 """
 
 

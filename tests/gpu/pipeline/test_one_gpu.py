@@ -5,6 +5,7 @@ And a model that is larger than the memory a process may use: it is planned laye
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -52,19 +53,21 @@ def test_stages_that_share_a_gpu_train_the_weights_of_one_process(plan: str) -> 
 
 @of_kernels
 def test_layers_are_profiled_with_events() -> None:
-    layers: list[Any] = [nn.Linear(1024, 1024).cuda(), nn.Linear(1024, 4096).cuda(), nn.Linear(4096, 1024).cuda()]
-    x = torch.randn(512, 1024, device="cuda", requires_grad=True)
+    widths = (4096, 4096, 16384, 4096)  # on less work a fast GPU waits for the host
+    layers: list[Any] = [nn.Linear(a, b).cuda() for a, b in itertools.pairwise(widths)]
+    x = torch.randn(2048, 4096, device="cuda", requires_grad=True)
     no_time = AffineCost(fixed_s=0.0, per_sample_s=0.0)
     free = LayerCost(name="", forward=no_time, backward=no_time)
-    examples = {n: (PLAIN, x[:n].detach().requires_grad_()) for n in (128, 512)}
+    examples = {n: (PLAIN, x[:n].detach().requires_grad_()) for n in (512, 2048)}
     model = profile_on_device(layers, examples, names=list("abc"), before=free, head=free, device=x.device, copies={})
-    seconds = [layer.forward.seconds(512) for layer in model.layers]
+    seconds = [layer.forward.seconds(2048) for layer in model.layers]
     assert all(s > 0 for s in seconds)
     assert seconds[1] > 1.5 * seconds[0]  # four times the work
 
 
 WIDE = 512 if SIMULATED else 4096
 LAYER_BYTES = 4 * WIDE * (WIDE + 1)
+WORKSPACE_BYTES = 0 if SIMULATED else 32 * 2**20  # which cuBLAS takes for itself on Hopper; less on others
 
 
 class Large(Deep):
@@ -114,4 +117,4 @@ def planned_in_little_memory(rank: int, world: int) -> int:
 
 def test_a_model_larger_than_the_memory_is_planned() -> None:
     peak_bytes, *_ = run_card_ranks(2, planned_in_little_memory)
-    assert LAYER_BYTES < peak_bytes < 4 * LAYER_BYTES  # a layer, its gradient, what is outside
+    assert LAYER_BYTES < peak_bytes - WORKSPACE_BYTES < 4 * LAYER_BYTES  # a layer, its gradient, what is outside

@@ -1,0 +1,67 @@
+"""A sharded model on GPUs trains what one process on the CPU trains: FSDP2's shards of ranks that share the cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from lightning_hetero import ShardedBalancedStrategy
+from tests.gpu.kit import BATCH, PRECISIONS, SIMULATED, card_trainer, moved, weights
+from tests.gpu.ranks import run_card_ranks
+from tests.ranks.balanced.sharded_kit import Deep, InOrder, Sharded
+from tests.ranks.kit import Weights, quiet_trainer, regression
+
+pytestmark = pytest.mark.skipif(SIMULATED, reason="FSDP resizes storages; simulated ones cannot be")
+STEPS = 20
+
+
+class Whole(Deep):
+    """In float32, under SGD, so that a rounding error stays as small as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+class InShards(Whole, Sharded):
+    pass
+
+
+def batches(samples: int) -> DataLoader:
+    data = regression(STEPS * BATCH, dtype=torch.float32)
+    return DataLoader(data, batch_size=samples, sampler=InOrder(data))
+
+
+def fitted(rank: int, world: int) -> tuple[Weights, set[str]]:
+    """Returns the whole weights, and the types of devices of the parts."""
+    module, init = InShards(), dist.init_process_group
+    strategy = ShardedBalancedStrategy(monitor=False, process_group_backend="gloo")
+    trainer = card_trainer(rank, world, strategy, max_steps=STEPS)
+    with pytest.MonkeyPatch.context() as patch:  # torch cannot split a group of gloo's that is bound to a device
+        patch.setattr(dist, "init_process_group", lambda *args, device_id=None, **rest: init(*args, **rest))
+        trainer.fit(module, batches(BATCH // world))
+    kinds = {parameter.device.type for parameter in module.parameters()}
+    return whole(module), kinds
+
+
+def whole(module: LightningModule) -> Weights:
+    tensors: dict[str, Any] = dict(module.named_parameters())
+    return Weights({name: part.full_tensor().detach().cpu() for name, part in tensors.items()})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_are_those_of_one_process(world: int) -> None:
+    alone = Whole()
+    start = weights(alone)
+    quiet_trainer(accelerator="cpu", devices=1, max_steps=STEPS).fit(alone, batches(BATCH))
+    for found, kinds in run_card_ranks(world, fitted):
+        assert kinds == {"cuda"}
+        assert moved(found, weights(alone), start) <= PRECISIONS["32-true"]
