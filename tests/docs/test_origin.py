@@ -46,7 +46,7 @@ def test_an_address_is_either_nowhere_or_the_same_everywhere() -> None:
 
 def test_the_readme_names_the_papers_before_it_tells_what_to_type() -> None:
     first = (ROOT / "README.md").read_text().partition("## Try it")[0]
-    for paper in ("LB-BSP", "SoCC 2020", "TCC", "SaPS", "HPCC 2019", "TPDS", "abstracts only", "never run on a GPU"):
+    for paper in ("LB-BSP", "SoCC 2020", "TCC", "SaPS", "HPCC 2019", "TPDS", "abstracts only", "never run on two GPUs"):
         assert re.search(paper.replace(" ", r"\s"), first), paper
 
 
