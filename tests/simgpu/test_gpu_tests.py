@@ -46,25 +46,24 @@ def checked(folder: Path, *arguments: str, timeout_s: float = LIMIT_S) -> tuple[
     ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     (file,) = folder.glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert all({"part", "step", "device", "driver", "torch", "nccl"} <= line.keys() for line in lines)
+    assert all({"step", "device", "driver", "torch", "nccl"} <= line.keys() for line in lines)
     return ended.returncode, [line for line in lines if "result" in line], ended.stdout + ended.stderr
 
 
 def test_a_step_of_the_check(tmp_path: Path) -> None:
-    code, rows, said = checked(tmp_path, "--part", "1", "--only", "fork", "one rank, compiled")
-    assert code == 0, said + (tmp_path / "gpu_check-1.log").read_text()[-3000:]
+    code, rows, said = checked(tmp_path, "--only", "fork", "one rank, compiled")
+    assert code == 0, said + (tmp_path / "fork.log").read_text()[-3000:]
     assert [(row["step"], row["result"]) for row in rows] == [
         ("machine", "passed"),
         ("fork", "passed"),
         ("one rank, compiled", "skipped"),
     ]
-    assert "| 1 | fork | passed |" in said and "fail in ours 0" in said
+    assert "| fork | passed |" in said and "fail in ours 0" in said
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", ["1", "2", "3"])
-def test_the_whole_check(part: str, tmp_path: Path) -> None:
-    code, rows, said = checked(tmp_path, "--part", part, timeout_s=3500.0)
+def test_the_whole_check(tmp_path: Path) -> None:
+    code, rows, said = checked(tmp_path, timeout_s=3500.0)
     assert code == 0, said
     assert {row["result"] for row in rows} <= {"passed", "skipped"}

@@ -1,9 +1,10 @@
-"""What a card has to show, in three parts: ``scripts/gpu_check --part 1|2|3 [--out DIR] [--dry]``.
+"""What a card has to show: ``scripts/gpu_check [--out DIR] [--dry]``.
 
-Needs torch, Lightning, torchmetrics, Hydra, psutil and pytest, none of the other tools of this repository. Each step is
-a process with a limit of its own. What it finds is appended at once to DIR/gpu_check-N.jsonl, and what it prints to
-DIR/gpu_check-N.log; a step that fails does not keep the others from running. In the end there is a table in Markdown,
-for docs/reference/gpu.md. The exit code is 1 if a step has failed. ``--dry`` runs the same on simulated GPUs.
+Needs torch, Lightning, torchmetrics, greenlet, Hydra, psutil and pytest, none of the other tools of this repository.
+Each step is a process with a limit of its own; those that measure neither time nor memory run several at a time. What a
+step finds is appended at once to DIR/gpu_check.jsonl, and what it prints goes to a file of its own beside; one that
+fails does not keep the others from running. In the end there is a table in Markdown, for docs/reference/gpu.md. The
+exit code is 1 if a step has failed. ``--dry`` runs the same on simulated GPUs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.check.found import DRY, FILE, LINE, append
-from tests.gpu.check.steps import PART_S, STEPS, Step
+from tests.gpu.check.steps import STEPS, Step
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 _DRY_S = 900.0
+_AT_ONCE, _CORES_EACH = 5, 3
 MACHINE = ("device", "driver", "torch", "nccl")
 
 
@@ -44,51 +47,48 @@ class Row:
     def text(self) -> str:
         said = "; ".join(f"{name} {value}" for name, value in self.found.items())
         text = "; ".join(filter(None, [said, self.why])).replace("|", "/").replace("\n", " ")
-        return f"| {self.step.part} | {self.step.name} | {self.result} | {self.seconds:.0f} | {text} |"
+        return f"| {self.step.name} | {self.result} | {self.seconds:.0f} | {text} |"
 
 
 @dataclass
-class Part:
-    """One part, in its folder."""
+class Check:
+    """One run, in its folder."""
 
-    number: int
     folder: Path
     gpus: int
     """Simulated ones; 0: those there are."""
 
     def __post_init__(self) -> None:
-        self.file = self.folder / f"gpu_check-{self.number}.jsonl"
-        self.log = self.folder / f"gpu_check-{self.number}.log"
-        self.ends_s = time.monotonic() + PART_S
+        self.file = self.folder / "gpu_check.jsonl"
         self.machine: dict[str, Any] = {}
         self.cards = 0  # that are there, after the first step
 
     def run(self, steps: Sequence[Step]) -> list[Row]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        rows = []
-        for step in steps:
-            row = self._row(step)
-            rows.append(row)
-            line = {"result": row.result, "seconds": round(row.seconds, 1), "why": row.why}
-            append(self.file, {**self._begin(step), **line})
-            print(row.text(), flush=True)
-            if not self.cards:
-                break
-        return rows
+        rows = [self._noted(steps[0])]
+        if not self.cards:
+            return rows
+        beside = [step for step in steps[1:] if not step.quiet]
+        with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // _CORES_EACH))) as pool:
+            rows += pool.map(self._noted, beside)
+        return rows + [self._noted(step) for step in steps[1:] if step.quiet]
+
+    def _noted(self, step: Step) -> Row:
+        row = self._row(step)
+        line = {"result": row.result, "seconds": round(row.seconds, 1), "why": row.why}
+        append(self.file, {**self._begin(step), **line})
+        print(row.text(), flush=True)
+        return row
 
     def _begin(self, step: Step) -> dict[str, Any]:
-        return {"part": step.part, "step": step.name, "dry": bool(self.gpus), **self.machine}
+        return {"step": step.name, "dry": bool(self.gpus), **self.machine}
 
     def _row(self, step: Step) -> Row:
         if self.gpus and step.alone:
             return Row(step, "skipped", why=step.alone)
         if step.gpus > 1 and step.gpus > self.cards:
             return Row(step, "skipped", why=f"needs {step.gpus} GPUs, there are {self.cards}")
-        limit_s = min(step.limit_s, self.ends_s - time.monotonic())
-        if self.gpus:  # it need not be quick
-            limit_s = _DRY_S
-        if limit_s < 5:
-            return Row(step, "skipped", why="the part has no time left")
+        limit_s = _DRY_S if self.gpus else step.limit_s  # simulated ones need not be quick
         before = len(_lines(self.file))
         started_s = time.monotonic()
         code, tail = self._process(step, limit_s)
@@ -125,10 +125,8 @@ class Part:
             from tests.simgpu.sim import on_import
 
             environment |= {**on_import.environment(self.gpus), DRY: "1"}
-        with self.log.open("a") as log:
-            log.write(f"\n==== {step.name}\n")
-            log.flush()
-            at = log.tell()
+        said = self.folder / f"{step.name.replace(' ', '_').replace(',', '')}.log"
+        with said.open("w") as log:
             process = subprocess.Popen(
                 _command(step), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -139,10 +137,8 @@ class Part:
             with contextlib.suppress(ProcessLookupError):  # its ranks, too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        with self.log.open() as log:
-            log.seek(at)
-            said = [line.strip() for line in log if line.strip()]
-        return code, said[-1][:300] if said else ""
+        lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
+        return code, lines[-1][:300] if lines else ""
 
 
 def _command(step: Step) -> list[str]:
@@ -165,24 +161,21 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def table(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     """Returns what goes into docs/reference/gpu.md."""
     head = ", ".join(f"{name} {value}" for name, value in machine.items())
-    lines = [f"{head}:", "", "| part | step | result | s | found |", "|---|---|---|---|---|"]
+    lines = [f"{head}:", "", "| step | result | s | found |", "|---|---|---|---|"]
     return "\n".join([*lines, *(row.text() for row in rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description="What a GPU has to show, step by step.")
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_check", help="folder of the results")
     parser.add_argument("--dry", action="store_true", help="on simulated GPUs, with small sizes")
     parser.add_argument("--gpus", type=int, default=1, help="with --dry: how many")
-    parser.add_argument("--only", nargs="*", metavar="STEP", help="these steps, and the first one of part 1")
+    parser.add_argument("--only", nargs="*", metavar="STEP", help="these steps, and the first one")
     asked = parser.parse_args(argv)
-    steps = [step for step in STEPS if step.part == asked.part and (not asked.only or step.name in asked.only)]
-    part = Part(asked.part, asked.out, asked.gpus if asked.dry else 0)
-    if STEPS[0] not in steps:  # it says which machine this is
-        steps.insert(0, STEPS[0])
-    rows = part.run(steps)
-    print(f"\n{table(part.machine, rows)}\n")
+    check = Check(asked.out, asked.gpus if asked.dry else 0)
+    first, *others = STEPS  # it says which machine this is
+    rows = check.run([first, *(step for step in others if not asked.only or step.name in asked.only)])
+    print(f"\n{table(check.machine, rows)}\n")
     return int(any("failed" in row.result for row in rows))
 
 

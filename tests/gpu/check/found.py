@@ -1,4 +1,4 @@
-"""What a step of `tests.gpu.check` finds is appended at once to the file of its part: one JSON object a line."""
+"""What a step of `tests.gpu.check` finds is appended at once to one file: one JSON object a line, in one piece."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FILE, LINE, DRY = "GPU_CHECK_FILE", "GPU_CHECK_LINE", "GPU_CHECK_DRY"
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line, default=str) + "\n")
+    with path.open("ab", buffering=0) as file:  # several steps do
+        file.write(f"{json.dumps(line, default=str)}\n".encode())
 
 
 def begin_with(**facts: Any) -> None:
