@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hetero import ShardedBalancedStrategy
 from tests.gpu.kit import BATCH, PRECISIONS, SIMULATED, card_trainer, moved, weights
 from tests.gpu.ranks import run_card_ranks
-from tests.ranks.balanced.sharded_kit import Deep, InOrder, Sharded
+from tests.ranks.balanced.sharded_kit import Deep, InOrder, Sharded, whole
 from tests.ranks.kit import Weights, quiet_trainer, regression
 
 pytestmark = pytest.mark.skipif(SIMULATED, reason="FSDP resizes storages; simulated ones cannot be")
@@ -40,21 +40,22 @@ def batches(samples: int) -> DataLoader:
     return DataLoader(data, batch_size=samples, sampler=InOrder(data))
 
 
+class AtTheEnd(Callback):
+    """Keeps the whole weights, and the types of devices of the parts, before Lightning moves the model to the host."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.kinds = {parameter.device.type for parameter in pl_module.parameters()}
+        self.weights = Weights({name: whole(part).cpu() for name, part in pl_module.named_parameters()})
+
+
 def fitted(rank: int, world: int) -> tuple[Weights, set[str]]:
-    """Returns the whole weights, and the types of devices of the parts."""
-    module, init = InShards(), dist.init_process_group
+    end, init = AtTheEnd(), dist.init_process_group
     strategy = ShardedBalancedStrategy(monitor=False, process_group_backend="gloo")
-    trainer = card_trainer(rank, world, strategy, max_steps=STEPS)
+    trainer = card_trainer(rank, world, strategy, max_steps=STEPS, callbacks=[end])
     with pytest.MonkeyPatch.context() as patch:  # torch cannot split a group of gloo's that is bound to a device
         patch.setattr(dist, "init_process_group", lambda *args, device_id=None, **rest: init(*args, **rest))
-        trainer.fit(module, batches(BATCH // world))
-    kinds = {parameter.device.type for parameter in module.parameters()}
-    return whole(module), kinds
-
-
-def whole(module: LightningModule) -> Weights:
-    tensors: dict[str, Any] = dict(module.named_parameters())
-    return Weights({name: part.full_tensor().detach().cpu() for name, part in tensors.items()})
+        trainer.fit(InShards(), batches(BATCH // world))
+    return end.weights, end.kinds
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -43,7 +43,7 @@ STEPS = (
     Step("stale and torch.optim", 75, (f"{ENGINES}::test_stale_steps_with",)),
     Step("what users do", 120, (ENGINES, "-k", "not _ranks and not test_stale_steps_with and not waited_for")),
     Step("pipeline", 75, ("tests/gpu/pipeline",)),
-    Step("sharded", 60, ("tests/gpu/test_sharded.py",), alone="FSDP resizes storages; simulated ones cannot be"),
+    Step("sharded", 60, ("tests/gpu/test_sharded.py",)),
     Step("memory", 75, ("tests/gpu/test_memory.py",)),
     Step("two GPUs", 150, ("tests/gpu/test_two_gpus.py",), gpus=2),
     Step("synchronisations", 60, ("tests/gpu/test_synchronisations.py",)),
