@@ -133,7 +133,7 @@ class Aside(Generic[T]):
 @atexit.register
 def _let_end() -> None:
     """Waits for calls that were left alone: one that ends while Python is taken down would abort the process."""
-    if calls := [thread for thread in threading.enumerate() if isinstance(thread, _Call)]:  # else no clock may begin now
+    if calls := [thread for thread in threading.enumerate() if isinstance(thread, _Call)]:  # else start no clock
         end_s = awake_s() + _EXIT_S
         for call in calls:
             call.join(max(0.0, end_s - awake_s()))

@@ -97,8 +97,8 @@ def start_server(
     area = torch.empty(layout.bytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
         view.copy_(tensor.detach())
-    # Made here: a forked child must not touch a device. Nor may it free what it replaces, which torch may ask CUDA about:
-    # this frame, which the child has too, holds it.
+    # Made here: a forked child must not touch a device. Nor may it free what it replaces, because torch may then ask
+    # CUDA: this frame, which the child has too, holds it.
     _held = [(p.data, p.grad) for p in parameters], [(dict(o.state), *map(dict, o.param_groups)) for o in optimizers]
     moved = [
         {p: _on_cpu(dict(o.state[p])) for group in o.param_groups for p in group["params"] if o.state.get(p)}
