@@ -102,7 +102,7 @@ def raise_sigterm(trainer: Trainer) -> None:
 def note_sigterm(trainer: Trainer, kept: Callable[[], bool]) -> Callable[[], None]:
     """Has Lightning's handler of SIGTERM note the signal and pass it to the launcher, and no more; returns undo.
 
-    From 2.6 on its own waits, in the middle of whatever this rank does, for a broadcast of all ranks on the default
+    From 2.5.2 on its own waits, in the middle of whatever this rank does, for a broadcast of all ranks on the default
     group. A rank that gets the signal alone, or elsewhere than the others, waits for the group's timeout. What is noted
     ends the fit at the end of the batch. To be called before the Trainer sets its handlers.
 
