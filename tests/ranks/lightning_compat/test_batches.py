@@ -96,9 +96,8 @@ def broadcasts(rank: int, world: int) -> list[int]:
 
 
 def test_no_sigterm_broadcast() -> None:
-    of_lightning = STEPS if hasattr(quiet_trainer(devices=1).fit_loop.epoch_loop, "_broadcast_sigterm_tensor") else 0
     for told, stopped, undone in run_ranks(2, broadcasts):
-        assert told == undone == stopped + of_lightning, VERSIONS  # 2.6 broadcasts before every batch
+        assert told == undone == stopped + STEPS, VERSIONS  # Lightning broadcasts before every batch
 
 
 class Holed(DataLoader):
