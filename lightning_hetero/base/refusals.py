@@ -24,7 +24,7 @@ _ZERO = {("torch", "ZeroRedundancyOptimizer"), ("lightning_hetero", "UnevenZeroO
 _CHANGE_WHAT_IS_TRAINED = {
     "delay_all_reduce_named_params", "device_mesh", "mixed_precision", "param_to_hook_all_reduce", "process_group",
 }  # fmt: skip
-_ON_WHOLE_PARAMETERS = {"ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}  # the last since Lightning 2.6
+_ON_WHOLE_PARAMETERS = {"ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}
 
 
 def shards_itself(module: LightningModule) -> bool:

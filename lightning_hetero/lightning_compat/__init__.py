@@ -9,7 +9,7 @@
 ``patches``        an attribute of an instance replaced for a while; the same
 
 Each function says what it reads, why no public way exists, and which test pins it to the installed versions
-(`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6. Names without an underscore are read from here.
+(`tests/ranks/lightning_compat`). Verified with Lightning 2.6. Names without an underscore are read from here.
 """
 
 from lightning_hetero.lightning_compat.batches import *

@@ -102,9 +102,9 @@ def raise_sigterm(trainer: Trainer) -> None:
 def note_sigterm(trainer: Trainer, kept: Callable[[], bool]) -> Callable[[], None]:
     """Has Lightning's handler of SIGTERM note the signal and pass it to the launcher, and no more; returns undo.
 
-    From 2.5.2 on its own waits, in the middle of whatever this rank does, for a broadcast of all ranks on the default
-    group. A rank that gets the signal alone, or elsewhere than the others, waits for the group's timeout. What is noted
-    ends the fit at the end of the batch. To be called before the Trainer sets its handlers.
+    Its own waits, in the middle of whatever this rank does, for a broadcast of all ranks on the default group. A rank
+    that gets the signal alone, or elsewhere than the others, waits for the group's timeout. What is noted ends the fit
+    at the end of the batch. To be called before the Trainer sets its handlers.
 
     Args:
         kept: called in the handler; whether the caller notes it, and not Lightning, for all ranks to end at once.
@@ -223,7 +223,7 @@ def collect_clipping(trainer: Trainer, collect: Callable[[float, str, Any], None
 def averaging_callbacks(trainer: Trainer) -> list[tuple[Callback, LightningModule]]:
     """Lightning's callbacks that average weights, each with its copy of the module, from set-up on.
 
-    `WeightAveraging` (2.6 and later) wraps the copy, `StochasticWeightAveraging` has it unwrapped.
+    `WeightAveraging` wraps the copy, `StochasticWeightAveraging` has it unwrapped.
     """
     found: list[tuple[Callback, LightningModule]] = []
     for callback in trainer_callbacks(trainer):
@@ -236,7 +236,7 @@ def averaging_callbacks(trainer: Trainer) -> list[tuple[Callback, LightningModul
 
 
 def averaged_weights(trainer: Trainer) -> list[Tensor]:
-    """Parameters and buffers that Lightning's `WeightAveraging` callbacks (2.6 and later) keep of the model."""
+    """Parameters and buffers that Lightning's `WeightAveraging` callbacks keep of the model."""
     models = [getattr(callback, "_average_model", None) for callback in trainer_callbacks(trainer)]
     averages = [m for m in models if isinstance(m, torch.optim.swa_utils.AveragedModel)]
     return [tensor for model in averages for tensor in (*model.parameters(), *model.buffers())]

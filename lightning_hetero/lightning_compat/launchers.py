@@ -14,7 +14,7 @@ a parameter server it does not. What a launcher of ours does when a local rank e
 Local rank 0 holds what the user gets back: without it everybody ends, also while they start. Ranks that end anyhow,
 because they know the cause, have `GRACE_S` for their own last words; then they are killed.
 
-The private names of Lightning used here are pinned by ``tests/ranks/lightning_compat/test_launchers.py`` (2.5, 2.6).
+The private names of Lightning used here are pinned by ``tests/ranks/lightning_compat/test_launchers.py`` (2.6).
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _forget_groups() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _redistribute, debug
 
-        debug._clear_sharding_prop_cache()
+        getattr(debug, "_clear_sharding_prop_cache", int)()  # since torch 2.11
         _redistribute._gen_transform_infos.cache_clear()
 
 

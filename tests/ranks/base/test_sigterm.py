@@ -1,4 +1,4 @@
-"""SIGTERM to one rank alone: under Lightning 2.5.2 and later its handler waits in a broadcast of all ranks, here nobody does."""
+"""SIGTERM to one rank alone: Lightning's handler waits in a broadcast of all ranks, here nobody does."""
 
 from __future__ import annotations
 

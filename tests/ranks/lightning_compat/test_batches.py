@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import callbacks as stock
 from lightning.pytorch.callbacks import (
     Callback,
     LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
@@ -27,9 +27,6 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
 from tests.ranks.lightning_compat.kit import BATCH, SAMPLES, STEPS, VERSIONS, Ask, Each, train
 from tests.ranks.slurm_kit import REQUEUED, ask_to_requeue, saved_in, slurm
-
-WeightAveraging: Any = getattr(stock, "WeightAveraging", None)
-from_2_6 = pytest.mark.skipif(WeightAveraging is None, reason="Lightning before 2.6 has no WeightAveraging")
 
 
 def test_trainer_callbacks() -> None:
@@ -300,7 +297,6 @@ def test_collect_clipping(own: bool, options: dict[str, Any], told: tuple[float,
     assert min(module.norms) > 1e-2  # nothing was clipped
 
 
-@from_2_6
 def test_averaged_weights() -> None:
     averaging = WeightAveraging(avg_fn=lambda old, new, n: old)
     each = Each(lambda trainer: [tuple(t.shape) for t in compat.averaged_weights(trainer)], end=True)
@@ -311,7 +307,6 @@ def test_averaged_weights() -> None:
     assert compat.averaged_weights(quiet_trainer(devices=1)) == []
 
 
-@from_2_6
 def test_averaging_callbacks() -> None:
     """Both kinds keep a copy of the module from set-up on, `StochasticWeightAveraging` as it is."""
     callbacks = [WeightAveraging(avg_fn=lambda old, new, n: old), StochasticWeightAveraging(swa_lrs=1e-3)]
@@ -328,8 +323,6 @@ def test_averaging_callbacks() -> None:
 def test_replace_sigterm_broadcast() -> None:
     """The loop calls what is put in place before every batch of several ranks, and stops if it is told to."""
     loop = quiet_trainer(devices=1).fit_loop.epoch_loop
-    if not hasattr(loop, "_broadcast_sigterm_tensor"):
-        return  # before Lightning 2.6 there is none
     trainer, asked = loop.trainer, []
 
     def told(own: bool) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
@@ -227,7 +225,6 @@ def test_resume_from(tmp_path: Path) -> None:
 def test_resume_from_loads_as_the_user_has_asked(
     tmp_path: Path, asked: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"weights_only": asked} if "weights_only" in signature(Trainer.fit).parameters else {}  # from 2.6 on
     train(Toy()).save_checkpoint(tmp_path / "saved.ckpt")
     load, found = Strategy.load_checkpoint, []
 
@@ -238,8 +235,8 @@ def test_resume_from_loads_as_the_user_has_asked(
     monkeypatch.setattr(Strategy, "load_checkpoint", load_checkpoint)
     resume = LambdaCallback(setup=lambda trainer, *_, **__: compat.resume_from(trainer, str(tmp_path / "saved.ckpt")))
     trainer = quiet_trainer(devices=1, max_epochs=2, callbacks=[resume])
-    trainer.fit(Toy(), DataLoader(regression(40), batch_size=8), **options)
-    assert found == [options]
+    trainer.fit(Toy(), DataLoader(regression(40), batch_size=8), weights_only=asked)
+    assert found == [{"weights_only": asked}]
 
 
 def test_zeroes_now() -> None:

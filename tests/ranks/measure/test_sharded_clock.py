@@ -480,6 +480,8 @@ def seen() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_waiting_is_left_out_to_the_second(seen: dict[str, Any], name: str) -> None:
+    if name in ("many_inputs_and_outputs", "only_a_dataclass") and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("FSDP before torch 2.13 copies lists of arguments, and passes over dataclasses")
     assert not isinstance(seen[name], str), seen[name]
     rows, own_s = seen[name]
     assert len(rows) > 1

@@ -23,7 +23,6 @@ _PER_TENSOR = frozenset(
         "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
         "Rprop", "SGD",
     )
-    if hasattr(torch.optim, name)
 )  # fmt: skip
 
 
