@@ -132,7 +132,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the unpacked source distribution, as installers do."""
     folder = tmp_path_factory.mktemp("dist")
-    shutil.unpack_archive(sources, folder)
+    shutil.unpack_archive(sources, folder, filter="data")
     return build("wheel", folder / sources.name.removesuffix(".tar.gz"), folder)
 
 
