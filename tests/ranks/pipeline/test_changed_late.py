@@ -187,7 +187,7 @@ def test_what_hooks_change_before_training_or_between_epochs_is_trained_and_save
 
 
 def test_groups_train_together_what_they_are_given_late() -> None:
-    for found in run_ranks(4, taken, "on_train_epoch_start", TWO_GROUPS):
+    for found in run_ranks(4, taken, "on_train_epoch_start", TWO_GROUPS, timeout_s=120.0):
         assert {change: off for change, (off, _) in found.items() if off > EXACT} == {}
 
 
