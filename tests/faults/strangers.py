@@ -33,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
@@ -230,19 +230,15 @@ class RawStore:
     """A client of a torch store that speaks its protocol by itself, without torch.
 
     Args:
-        connect: connects to what may be a store.
+        connection: to what may be a store.
 
     Raises (all methods):
         OSError: it is none, or it does not answer.
     """
 
-    def __init__(self, connect: Callable[[], socket.socket]) -> None:
-        self._connect = connect
-        self._open()
-
-    def _open(self) -> None:
-        self._connection = self._connect()
-        self._connection.sendall(bytes([_VALIDATE]) + struct.pack("<I", _MAGIC))
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.sendall(bytes([_VALIDATE]) + struct.pack("<I", _MAGIC))
         self.keys = self._number(_COUNT_KEYS)
 
     def set(self, key: str, value: bytes) -> None:
@@ -251,12 +247,8 @@ class RawStore:
         self._connection.sendall(bytes([_SET]) + b"".join(parts))
 
     def list(self) -> list[str]:
-        """Returns all keys that are there; none where torch does not know how (2.9), and then hangs up."""
-        try:
-            return [self._bytes(self._number()).decode()[1:] for _ in range(self._number(_LIST_KEYS))]
-        except OSError:
-            self._open()
-            return []
+        """Returns all keys that are there."""
+        return [self._bytes(self._number()).decode()[1:] for _ in range(self._number(_LIST_KEYS))]
 
     def get(self, key: str) -> bytes:
         name = b"/" + key.encode()
@@ -285,14 +277,17 @@ def raw_store(door: Door, patience_s: float = 1.0) -> RawStore | None:
     if door.name:
         return None
     try:
-        return RawStore(lambda: door.connect(patience_s))
+        return RawStore(door.connect(patience_s))
     except OSError:
         return None
 
 
 def write_keys(store: RawStore) -> int:
     """Writes over every key that is there, and `KEYS`; returns how many."""
-    there = store.list()
+    try:
+        there = store.list()
+    except OSError:
+        there = []
     for number, key in enumerate([*there, *KEYS]):
         store.set(key, VALUES[number % len(VALUES)].encode())
     return len(there) + len(KEYS)
