@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -29,7 +28,7 @@ class ThrottleCallback(Callback):
     exchange, as for a slow device; it leaves as much time as the backward passes before took, see
     `lightning_hetero.emulate.Throttle`. A batch without a backward pass sleeps at its end. Under
     `HeteroPipelineStrategy` each stage sleeps for its own part of the work, by the same rule. Validation, testing and
-    prediction run at full speed.
+    prediction run at full speed. On a GPU the host waits for the work before it reads the clock.
 
     Collectives inside of forward and backward, e.g. SyncBatchNorm's, count as work; DDP's broadcast of buffers and its
     gradient exchange do not.
@@ -58,7 +57,7 @@ class ThrottleCallback(Callback):
         self._scenario_step: Callable[[int], int] = int  # made in fit, as the throttle: the callback is pickled before
         self._make_throttle = throttle
         self._throttle: Throttle | None = None
-        self._own: StepProbe | None = None  # of a sharded module
+        self._own: StepProbe | None = None  # of a sharded module, or on a device that is asynchronous
         self._taken_over = False
         self._hooks, self._undo = ExitStack(), ExitStack()
         self._batch: Any = None  # that runs, and its samples
@@ -76,8 +75,9 @@ class ThrottleCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rank = trainer.global_rank
-        sharded = any(isinstance(module, FSDPModule) for module in pl_module.modules())
-        self._own = own = StepProbe(device_of(torch.device("cpu"))) if sharded else None  # each layer waits for peers
+        device = device_of(trainer.strategy.root_device)
+        sharded = any(isinstance(module, FSDPModule) for module in pl_module.modules())  # each layer waits for peers
+        self._own = own = StepProbe(device) if sharded or device.asynchronous else None
         clock = {} if own is None else {"clock": lambda: own.passed_s}
         if own is not None and (reporting := reporting_of(trainer)) is not None:
             reporting.pause_too(own)

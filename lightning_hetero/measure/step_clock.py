@@ -122,8 +122,10 @@ class Stopwatch:
 
     @property
     def passed_s(self) -> float:
-        """Seconds so far of the step that is open, on a host [s]."""
+        """Seconds so far of the step that is open; waits for the device [s]."""
         pieces = [*self._pieces, *([(self._since, self._stamp(), math.inf)] if self._since is not None else [])]
+        if pieces:
+            pieces[-1][1].wait()
         return math.fsum(begin.seconds_until(end) for begin, end, _ in pieces)
 
     @contextmanager
@@ -209,7 +211,7 @@ class StepProbe:
 
     @property
     def passed_s(self) -> float:
-        """Own seconds so far of the step that is open, on a host [s]."""
+        """Own seconds so far of the step that is open; waits for the device [s]."""
         return self._watch.passed_s
 
     def attach(self, module: nn.Module) -> None:

@@ -10,20 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
-from torch.optim import Optimizer
+from torch import optim
 
 from lightning_hetero.transport.seqlock import cores
 
 _LARGE = 10_000_000  # numbers; below, threads cost more than they bring
 
 # Those whose step treats every tensor by itself. Exact classes: a subclass may do anything.
-_PER_TENSOR = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    )
-)  # fmt: skip
+_PER_TENSOR = frozenset({
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon,
+    optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+})  # fmt: skip
 
 
 class ThreadShards:
@@ -81,7 +78,7 @@ def _balanced(numels: Sequence[int], shards: int) -> list[list[int]]:
     return [part for part in parts if part] or [[]]
 
 
-def step(optimizer: Optimizer, shard_of: Mapping[int, int], shards: ThreadShards) -> None:
+def step(optimizer: optim.Optimizer, shard_of: Mapping[int, int], shards: ThreadShards) -> None:
     """Steps an optimizer; one that treats every tensor separately in all shards at once.
 
     Args:
