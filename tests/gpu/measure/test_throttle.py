@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.emulate.throttle import Throttle
@@ -28,9 +28,9 @@ class Spins(LightningModule):
     def on_fit_start(self) -> None:
         self.layer.weight.register_hook(lambda grad: torch.cuda._sleep(CYCLES))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         torch.cuda._sleep(CYCLES)
-        return self.layer(batch).square().mean()
+        return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -46,13 +46,15 @@ class Sums(Callback):
         self.pacer = (made := Throttle(*args, **options)).pacer
         return made
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.rows.append((self.pacer.wanted_s, self.pacer.taken_s))
 
 
 def slowed(rank: int, world: int) -> tuple[float, float, float]:
     """Returns what the work of all steps but the first takes, what was wanted, and what it took [s]."""
-    torch.nn.Linear(8, 1).cuda()(torch.ones(4, 8, device="cuda")).square().mean().backward()  # loads what is loaded once
+    torch.nn.Linear(8, 1).cuda()(torch.ones(4, 8, device="cuda")).square().mean().backward()  # CUDA loads all it needs
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began.record()
     for _ in range(2 * (STEPS - 1)):
@@ -62,7 +64,7 @@ def slowed(rank: int, world: int) -> tuple[float, float, float]:
     sums = Sums()
     callbacks = [ThrottleCallback(Scenario(speeds=[SPEED]), throttle=sums.throttle), sums]
     trainer = card_trainer(rank, world, engine("ddp", "nccl"), max_steps=STEPS, callbacks=callbacks)
-    trainer.fit(Spins(), DataLoader(torch.ones(4 * STEPS, 8), batch_size=4))
+    trainer.fit(Spins(), DataLoader(TensorDataset(torch.ones(4 * STEPS, 8)), batch_size=4))
     first, last = sums.rows[0], sums.rows[-1]
     return began.elapsed_time(ended) / 1e3, last[0] - first[0], last[1] - first[1]
 

@@ -96,6 +96,6 @@ def step(optimizer: optim.Optimizer, shard_of: Mapping[int, int], shards: Thread
             {**group, "params": [p for p in group["params"] if shard_of[id(p)] == shard]}
             for group in optimizer.param_groups
         ]
-        cls.step(part)
+        cls.step(part)  # pyright: ignore[reportArgumentType] (part is of the very class)
 
     shards.run(work)
