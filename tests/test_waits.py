@@ -23,6 +23,7 @@ BOUNDED: dict[str, set[str]] = {
     "the device's own work, which waits for nobody": {
         "federated/fit/local_steps.py::LocalSteps.settle",
         "measure/step_clock.py::StepProbe.arm",
+        "measure/step_clock.py::Stopwatch.passed_s",
         "measure/step_clock.py::Stopwatch.wait",
         "measure/timer.py::Timer.seconds",
         "pipeline/runtime/execute/stage_link.py::StageLink._let_out",
