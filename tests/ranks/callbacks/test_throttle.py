@@ -17,10 +17,10 @@ from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
 from lightning_hetero.emulate import Fault, Scenario
 from lightning_hetero.emulate.throttle import Throttle
-from lightning_hetero.measure.kinds import HostDevice, Stamp
 from lightning_hetero.record import read_events
 from tests.ranks.callbacks.kit import WARNINGS, Net, NoBackward, fit
 from tests.ranks.emulate.kit import Time
+from tests.ranks.measure.kit import VirtualGpu
 
 CHANGING = Scenario(sample_s=0.01, step_s=0.1).slow(0, 2, at_step=4)
 EXPECTED = [CHANGING.work_s(0, step, samples) for step, samples in enumerate([4, 4, 2, 4, 4, 2])]
@@ -115,56 +115,28 @@ def test_a_scenario_of_more_ranks_than_train_is_said(tmp_path: Path) -> None:
 # ---- a device that is asynchronous -----------------------------------------------------------------------------
 
 
-class Queue(HostDevice):
-    """A device whose work is done in its own time: a call puts it into a queue and returns at once."""
-
-    asynchronous = True
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.host, self.free_s = Time(), 0.0
-
-    def submit(self, seconds: float) -> None:
-        self.free_s = max(self.host.now_s, self.free_s) + seconds
-
-    def stamp(self, *, timing: bool = False) -> Stamp:
-        return Event(self, max(self.host.now_s, self.free_s))
-
-
-class Event(Stamp):
-    def __init__(self, queue: Queue, at_s: float) -> None:
-        super().__init__(at_s)
-        self.queue = queue
-
-    def reached(self) -> bool:
-        return self.queue.host.now_s >= self._at_s
-
-    def wait(self) -> None:
-        self.queue.host.now_s = max(self.queue.host.now_s, self._at_s)
-
-    def seconds_until(self, later: Any) -> float:
-        assert later.reached(), "CUDA knows no time between events of which one has not come"
-        return super().seconds_until(later)
-
-
 @WARNINGS
 def test_work_that_a_device_has_not_done_yet_is_stretched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is through with a pass at once. Peers' work, behind the last gradient, is none of this rank's."""
-    queue = Queue()
-    monkeypatch.setattr(throttle, "device_of", lambda device: queue)
+    gpu, slept = VirtualGpu(), list[float]()
+    monkeypatch.setattr(throttle, "device_of", lambda device: gpu)
 
     class OnDevice(Net):
         def on_fit_start(self) -> None:
-            self.layer.weight.register_hook(lambda grad: queue.submit(3.0))
+            self.layer.weight.register_hook(lambda grad: gpu.submit(3.0))
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            queue.submit(1.0)
+            gpu.submit(1.0)
             return super().training_step(batch, batch_idx)
 
         def on_after_backward(self) -> None:
-            queue.submit(100.0)
+            gpu.submit(100.0)
 
-    paced = partial(Throttle, sleep=queue.host.sleep)
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        gpu.host_s += seconds
+
+    paced = partial(Throttle, sleep=sleep)
     fit(tmp_path, [ThrottleCallback(Scenario(speeds=[0.25]), throttle=paced)], OnDevice(), max_epochs=1)
     guessed_s, wanted_s = 3 * (1.0 + 2.0), 3 * (1.0 + 3.0)
-    assert queue.host.sleeps == pytest.approx([guessed_s, wanted_s + 0.05, wanted_s])  # as much as is made up for
+    assert slept == pytest.approx([guessed_s, wanted_s + 0.05, wanted_s])  # as much as is made up for
