@@ -79,7 +79,7 @@ class ThrottleCallback(Callback):
         sharded = any(isinstance(module, FSDPModule) for module in pl_module.modules())  # each layer waits for peers
         self._own = own = StepProbe(device) if sharded or device.asynchronous else None
         clock = {} if own is None else {"clock": lambda: own.passed_s}
-        if own is not None and (reporting := reporting_of(trainer)) is not None:
+        if sharded and own and (reporting := reporting_of(trainer)) is not None:
             reporting.pause_too(own)
         self._throttle = throttle = self._make_throttle(self.scenario, rank, **clock)
         if not self._taken_over and self.scenario.mem_cap(rank) is not None:

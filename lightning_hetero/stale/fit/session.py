@@ -264,8 +264,8 @@ class Session:
             worker.detach()
             self._hang_up(worker)
             cut_off = worker.link.left_behind or worker.link.cut
-            patience_s = 0.0 if worker.link.hangs else patience_s
         process, self._process = self._process, None
+        # A server that hangs is not killed at once: the other ranks are about to find out, too, and to say why.
         # A process that is killed closes its connections before it is gone, and leaves work for `stop`.
         if process is not None and cut_off and not process.ends_within(_DYING_S):
             process.release()  # it serves the others
