@@ -3,7 +3,7 @@
 A benchmark's files are all in its folder but what it writes, and what these import of this project, directly or not. A
 name imported from a package stands for the module that defines it: ``from lightning_hetero import Scenario`` is
 ``emulate/scenario.py`` and not the three engines. A string that is a dotted name of ours is an import, too. Left out is
-what measures nothing: the report's own code and the version number.
+what measures nothing: the report's own code, the version number, and what is only imported before ranks are forked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "lightning_hetero", "tests")
 LEFT_OUT = (
     "benchmarks/provenance.py", "benchmarks/report.py", "benchmarks/kit/minutes.py", "lightning_hetero/_version.py",
+    "tests/preload.py",
 )  # fmt: skip
 _WRITTEN = ("results.json", "results.md")
 _LAZY = "lightning_hetero.public"  # where the package has its names from

@@ -253,19 +253,16 @@ def published(results: Results) -> str:
 
 
 def predictions(results: Results) -> str:
-    """Of docs/benchmarks.md: how well an update is planned where nothing is emulated, by engine and clock."""
+    """Of docs/benchmarks.md: how well an update is planned where nothing is emulated, by engine."""
     rows = []
     for engine in ("ddp", "balanced", "stale", "pipeline", "auto, printed"):
-        row = ["`hetero_auto`, as printed" if "auto" in engine else engine]
-        for clock in ("processor", "wall"):
-            end = f", {engine}, {clock} clock: planned / measured"
-            found = [value["value"] for name, value in results.figures.items() if name.endswith(end)]
-            row.append(f"{statistics.median(found):.2f} ({_span(found)})" if found else DASH)
-        rows.append(row)
-    if all(row[1:] == [DASH, DASH] for row in rows):
-        return "Steps of real work have not been measured yet."
-    head = ["planned / measured step, median of the models (least to greatest)", "processor time", "wall clock"]
-    return _table(head, rows)
+        names = [f"{model}, {engine}: planned / measured" for model in results.raw["real"]]
+        found = [results[name] for name in names if name in results]
+        if found:
+            what = "`hetero_auto`, as printed" if "auto" in engine else engine
+            rows.append([what, f"{statistics.median(found):.2f}", _span(found)])
+    head = ["engine", "planned / measured step, median of the models", "least to greatest"]
+    return _table(head, rows) if rows else "Steps of real work have not been measured yet."
 
 
 def federated(results: Results) -> str:

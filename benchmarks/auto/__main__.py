@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.auto.cases import CASES, QUICK, Case
 from benchmarks.kit.figures import SETTLED, TAKEN, Figure, figure, markdown, named, paired
 from benchmarks.kit.runner import Benchmark, Cases, Raw
-from benchmarks.torchrun import launch
+from benchmarks.ranks import launch
 
 TO_BEST, WITHIN = 1.05, 0.15
 STEPS, QUICK_STEPS = 150, 25

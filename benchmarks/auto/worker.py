@@ -1,4 +1,4 @@
-"""One rank: trains a case by each engine and by `AutoStrategy`, from `fit` on; started by torchrun."""
+"""One rank: trains a case by each engine and by `AutoStrategy`, from `fit` on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.kit.figures import SETTLED
 from benchmarks.kit.training import Clock, fit, forgetting, gathered, gloo
 from benchmarks.pipeline.devices import LinkedDevices
 from benchmarks.planner.cases import Net, loader
-from benchmarks.torchrun import as_rank
+from benchmarks.ranks import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.auto import warm_up
 from lightning_hetero.emulate.links import slow, sums_s

@@ -24,7 +24,7 @@ from benchmarks.balanced.cases import contended, equal_cases, unequal_cases
 from benchmarks.balanced.figures import equal_figures, summarize
 from benchmarks.kit.figures import Figure
 from benchmarks.kit.runner import Benchmark, Cases, Raw
-from benchmarks.torchrun import launch
+from benchmarks.ranks import launch
 
 NOTES = (
     "Compute is emulated by sleeping, real work included, in proportion to samples, so that more devices than cores"
@@ -41,9 +41,8 @@ def cases(quick: bool, repeats: int) -> Cases:
     found: dict[str, Any] = {}
     for case in (*unequal_cases(), *equal_cases(), *contended()):
         if not quick or case.name in QUICK:
-            times = repeats + 2 if case in equal_cases() and not quick else repeats  # noise against noise
             found[case.name] = partial(
-                launch, "benchmarks.balanced.worker", case.world_size, case.name, times, "quick" if quick else "full"
+                launch, "benchmarks.balanced.worker", case.world_size, case.name, repeats, "quick" if quick else "full"
             )
     return {**found, PREDICTORS: partial(predictors.measure, quick)}
 

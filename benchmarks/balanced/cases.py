@@ -136,7 +136,7 @@ class Contention:
     loops: int
     per_rank: int
     phase: int = 0
-    steps: int = 60
+    steps: int = 40
     world_size: int = 2
 
     @property
@@ -170,7 +170,7 @@ class Contention:
 def contended() -> list[Contention]:
     """None, one or two loops all the time, and two that come and go."""
     gpt, cnn = [[Contention(model=m, loops=n, per_rank=k) for n in (0, 1, 2)] for m, k in (("GPT", 16), ("CNN", 32))]
-    return [*gpt, Contention(model="GPT", loops=2, per_rank=16, phase=40, steps=160), *cnn]
+    return [*gpt, Contention(model="GPT", loops=2, per_rank=16, phase=30, steps=120), *cnn]
 
 
 def unequal_cases() -> list[Case]:
@@ -198,12 +198,12 @@ def unequal_cases() -> list[Case]:
         ),
         Case(name="4 equal ranks", world_size=4, scenario=equal),
         Case(name="4 equal ranks, 10% jitter", world_size=4, scenario=equal.jittered(0.1)),
-        Case(name="4 equal ranks, slow spells", world_size=4, scenario=replace(equal, spells=SPELLS), steps=120),
+        Case(name="4 equal ranks, slow spells", world_size=4, scenario=replace(equal, spells=SPELLS), steps=60),
         Case(
             name="4 ranks 1:1:1/2:1/4, slow spells",
             world_size=4,
             scenario=replace(four, spells=SPELLS),
-            steps=120,
+            steps=60,
         ),
         Case(name="8 ranks 1:1:1/2:1/4 twice", world_size=8, scenario=scenario(PATTERN, 8)),
     ]

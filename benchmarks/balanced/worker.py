@@ -1,4 +1,4 @@
-"""One rank of one case; started by torchrun, writes what it measured as JSON on rank 0."""
+"""One rank of one case; writes what it measured as JSON on rank 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from benchmarks.kit.training import (
     gloo,
     synthetic,
 )
-from benchmarks.torchrun import as_rank
+from benchmarks.ranks import as_rank
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy, Scenario
 
 FEATURES = 16

@@ -134,7 +134,7 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
 
 
 BENCHMARK = Benchmark(
-    name="faults", title="Outages, and simulated faults under the stale engine", repeats=6, cases=cases, report=report
+    name="faults", title="Outages, and simulated faults under the stale engine", repeats=4, cases=cases, report=report
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers.cases import WORLD
 from benchmarks.provenance import ROOT
-from benchmarks.torchrun import last_words
+from benchmarks.ranks import last_words
 from tests import warm
 
 RANKS, LEAST = WORLD, 2  # of the job; of which must be left

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.faults.outages import BATCH, EPOCH_STEPS, LEAST, RANKS, SAMPLE_S, START_S, System
-from benchmarks.torchrun import quietly
+from benchmarks.ranks import quietly
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 
 WIDTH = 16

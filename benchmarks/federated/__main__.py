@@ -88,7 +88,7 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
 
 
 BENCHMARK = Benchmark(
-    name="federated", title="Federated clients on unequal devices: time to a target accuracy", repeats=5, cases=cases,
+    name="federated", title="Federated clients on unequal devices: time to a target accuracy", repeats=4, cases=cases,
     report=report,
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from benchmarks.joint.figures import course_figures, table
 from benchmarks.joint.plans import prepared
 from benchmarks.kit.figures import Figure
 from benchmarks.kit.runner import Benchmark, Cases, Raw
-from benchmarks.torchrun import launch
+from benchmarks.ranks import launch
 
 NOTES = (
     "Four processes under Lightning train by each contender in turn; emulated devices sleep for the time of their"
@@ -24,7 +24,7 @@ NOTES = (
     " their gradients' exchange: `benchmarks/pipeline/exchange.py`). A step lasts from one batch's end on the "
     "slowest rank to the next one's, a migration before it included; the first ones count. The balanced engine, "
     "the shares alone and the controller train every batch of a scenario, with what they have to find out. All "
-    "others are the same whenever a state of the devices holds: they are measured for twelve batches of each "
+    "others are the same whenever a state of the devices holds: they are measured for ten batches of each "
     "state, half of them before and half after those runs, and their time for the whole is made up of these; "
     "their starts, and the oracle's moves, cost nothing. *Even*: equal parts of the batch, layers by number or "
     "parameters, the best over the whole scenario by the model. *Best static plan*: of these, and of the "

@@ -21,13 +21,13 @@ from benchmarks.pipeline.devices import LinkedDevices
 from benchmarks.pipeline.exchange import ddp_exposed_s
 from benchmarks.pipeline.models import costs_of, dataset, make, parameters_of
 from benchmarks.pipeline.plans import described
-from benchmarks.torchrun import as_rank
+from benchmarks.ranks import as_rank
 from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, LyapunovController, Scenario
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-TURNS, STEPS = 2, 6  # of those that do not answer changes: turns, and measured batches of each state in a turn
+TURNS, STEPS = 2, 5  # of those that do not answer changes: turns, and measured batches of each state in a turn
 SKIPPED = 1  # batches of a state that do not count before them; of a run, besides, as many as of a state
 
 

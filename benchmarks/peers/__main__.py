@@ -37,7 +37,7 @@ from benchmarks.peers.cases import (
 )
 from benchmarks.peers.figures import failures, figures_of, rows_of, table
 from benchmarks.peers.groups import groups_of
-from benchmarks.torchrun import apart
+from benchmarks.ranks import apart
 from lightning_hetero.solvers import apportion
 
 START_S = 120.0  # imports, set-up and the judgement at the end, at most
@@ -119,7 +119,7 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
     return figures_of(rows), {"rows": rows, "runs": results, "failed": why}, text
 
 
-BENCHMARK = Benchmark(name="peers", title="What one would pick instead", repeats=3, cases=cases, report=report)
+BENCHMARK = Benchmark(name="peers", title="What one would pick instead", repeats=2, cases=cases, report=report)
 
 if __name__ == "__main__":
     BENCHMARK.main()

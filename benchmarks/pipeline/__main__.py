@@ -19,7 +19,7 @@ from benchmarks.kit.figures import Figure
 from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.pipeline.figures import case_figures, overhead_figures, tables, trained_figures
 from benchmarks.pipeline.scenarios import cases
-from benchmarks.torchrun import launch
+from benchmarks.ranks import launch
 
 WORKER = "benchmarks.pipeline.worker"
 OVERHEADS = ("emulated, 4 equal stages", "real work only, 4 equal stages")
@@ -62,7 +62,7 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
 
 
 BENCHMARK = Benchmark(
-    name="pipeline", title="Pipeline engine (joint data and model parallelism)", repeats=3, cases=measured,
+    name="pipeline", title="Pipeline engine (joint data and model parallelism)", repeats=2, cases=measured,
     report=report,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""One rank of one case; started by torchrun, writes what it measured as JSON on rank 0.
+"""One rank of one case; writes what it measured as JSON on rank 0.
 
 Whatever is compared runs in turns within one group of processes, so that a busy machine slows all of it alike: plans
 by our walker, then, where the case says so, trainings under Lightning by stock DDP, the balanced engine and ours.
@@ -33,7 +33,7 @@ from benchmarks.pipeline.plans import (
 )
 from benchmarks.pipeline.scenarios import Case, cases
 from benchmarks.pipeline.walk import Timed, Walk, run_stock, timed
-from benchmarks.torchrun import as_rank
+from benchmarks.ranks import as_rank
 from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scenario
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.measure.probe import probe_cluster

@@ -6,9 +6,7 @@
   mean.
 - *Real work*: MLPs, CNNs and GPTs on two ranks, a core for each, nothing emulated and nothing told. `AutoStrategy`
   tries the model; each engine's step as the planner has it from that trial (a pipeline's from what it has measured
-  itself), against the mean step behind the first ten. *printed*: of the line of `AutoStrategy`. By the processor's
-  clock a process reads the processor time that it has used wherever it asks for the time: other programs do not
-  count, nor does waiting, and the stale engine's server is not seen.
+  itself), against the mean step behind the first ten. *printed*: of the line of `AutoStrategy`.
 - *Bookkeeping*: the constants of `lightning_hetero.cluster.engine_times.LOOPS`, measured again.
 - *Published set-ups*, see `published`: theirs, what the planner says, and what ranks on devices emulated by the same
   inputs take.
@@ -30,7 +28,7 @@ from benchmarks.kit.runner import Benchmark, Cases, Raw
 from benchmarks.planner.cases import CASES, PER_RANK, Case, Net
 from benchmarks.planner.models import MODELS
 from benchmarks.planner.published import BOOKKEEPING, CONTENDED, CONTENDED_SOURCE, ENGINES, SETUPS, contended, steps_s
-from benchmarks.torchrun import launch
+from benchmarks.ranks import launch
 from lightning_hetero.cli.loading import profile_module
 from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster
@@ -45,7 +43,7 @@ from lightning_hetero.types import Cluster, ModelCost
 
 WORKER = "benchmarks.planner.worker"
 WITHIN, WITHIN_REAL = 0.10, 0.15
-CLOCKS = {"wall": ("ddp", "balanced", "stale", "pipeline"), "processor": ("ddp", "balanced", "pipeline")}
+REAL = ("ddp", "balanced", "stale", "pipeline")
 SIZES = (16, 64, 256, 1024)  # devices, for processor time
 TIMES = "processor time"
 NOTES = (
@@ -103,14 +101,10 @@ def measure_published(name: str, repeats: int, quick: bool) -> dict[str, list[di
     return found
 
 
-def measure_real(name: str, repeats: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Trains a model by every engine; returns what came of it by clock, one per repeat."""
-    found: dict[str, list[dict[str, Any]]] = {clock: [] for clock in CLOCKS}
-    for _ in range(repeats):
-        for clock, runs in found.items():
-            setting = {"name": name, "clock": clock, "engines": CLOCKS[clock], "quick": quick}
-            runs.append(launch(WORKER, 2, json.dumps(setting)))
-    return found
+def measure_real(name: str, repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Trains a model by every engine; returns what came of it, one per repeat."""
+    setting = {"name": name, "real": True, "engines": REAL, "quick": quick}
+    return [launch(WORKER, 2, json.dumps(setting)) for _ in range(repeats)]
 
 
 def large(ranks: int) -> Setup:
@@ -169,19 +163,17 @@ def _planned(name: str, engines: dict[str, list[dict[str, float]]]) -> list[Figu
     return found
 
 
-def _real(model: str, by_clock: dict[str, list[dict[str, Any]]]) -> list[Figure]:
-    """Returns planned over measured of each engine by both clocks, and of what `AutoStrategy` has printed."""
+def _real(model: str, runs: list[dict[str, Any]]) -> list[Figure]:
+    """Returns planned over measured of each engine, and of what `AutoStrategy` has printed."""
     found: list[Figure] = []
-    for clock, runs in by_clock.items():
-        for engine in runs[0]:
-            put = named(f"{model}, {'auto, printed' if engine == 'auto' else engine}, {clock} clock")
-            found.append(put("step", 1e3 * statistics.median(run[engine]["step_s"] for run in runs), "ms"))
-            ratio = statistics.median(run[engine]["planned_s"] / run[engine]["step_s"] for run in runs)
-            found.append(put("planned / measured", ratio, "x", within=WITHIN_REAL))
-        gain = statistics.median(run["auto"]["planned_gain"] / run["auto"]["gain"] for run in runs)
-        name = f"{model}, auto, printed, {clock} clock: times as fast as DDP, planned / measured"
-        found.append(figure(name, gain, "x", within=WITHIN_REAL))
-    return found
+    for engine in runs[0]:
+        put = named(f"{model}, {'auto, printed' if engine == 'auto' else engine}")
+        found.append(put("step", 1e3 * statistics.median(run[engine]["step_s"] for run in runs), "ms"))
+        ratio = statistics.median(run[engine]["planned_s"] / run[engine]["step_s"] for run in runs)
+        found.append(put("planned / measured", ratio, "x", within=WITHIN_REAL))
+    gain = statistics.median(run["auto"]["planned_gain"] / run["auto"]["gain"] for run in runs)
+    name = f"{model}, auto, printed: times as fast as DDP, planned / measured"
+    return [*found, figure(name, gain, "x", within=WITHIN_REAL)]
 
 
 def gains(runs: dict[str, list[dict[str, float]]]) -> tuple[float, float]:
@@ -223,8 +215,8 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
         figures.append(figure(f"{name}: times as fast as DDP, planner", planned_gain, "x"))
         figures.append(figure(f"{name}: times as fast as DDP, measured", gain, "x"))
     real = {model.name: found[model.name] for model in MODELS if model.name in found}
-    for name, by_clock in real.items():
-        figures += _real(name, by_clock)
+    for name, runs in real.items():
+        figures += _real(name, runs)
     for engine, ratios in found.get(BOOKKEEPING, {}).items():
         name = f"{engine}: processor time of a step of nothing, over Lightning's on one device"
         figures.append(figure(name, statistics.median(ratios), "x"))

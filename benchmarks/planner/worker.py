@@ -1,4 +1,4 @@
-"""One rank: trains one case by its engines, as planned, and notes what steps take; started by torchrun."""
+"""One rank: trains one case by its engines, as planned, and notes what steps take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.pipeline.devices import LinkedDevices
 from benchmarks.planner.cases import CASES, STEPS, Net, loader
 from benchmarks.planner.models import MODELS
 from benchmarks.planner.published import BOOKKEEPING, CONTENDED, ENGINES, SETUPS, SHARED, WARM_UP
-from benchmarks.torchrun import as_rank
+from benchmarks.ranks import as_rank
 from lightning_hetero import AutoStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.cluster.engine_times import LOOPS
 from lightning_hetero.pipeline.decide.costs import model_from_plain
@@ -177,7 +177,7 @@ def measure(rank: int, setting: dict[str, Any]) -> dict[str, Any]:
         return contend(rank, setting["quick"])
     if setting["name"] == BOOKKEEPING:
         return bookkeeping()
-    if "clock" in setting:
+    if "real" in setting:
         return real(setting["name"], setting["engines"], setting["quick"])
     if "engines" in setting:
         return {name: train(name, setting) for name in setting["engines"]}
@@ -186,10 +186,8 @@ def measure(rank: int, setting: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     _setting = json.loads(sys.argv[2])
-    if "clock" in _setting:
+    if "real" in _setting:
         pin([usable_cores()[int(os.environ["LOCAL_RANK"])]])
-    if _setting.get("clock") == "processor":  # whoever asks for the time reads the processor time that was used
-        time.perf_counter = time.process_time
     if _setting["name"] == CONTENDED:  # before there are other threads
         pin([usable_cores()[int(int(os.environ["LOCAL_RANK"]) == SHARED)]])
     as_rank(Path(sys.argv[1]), lambda rank: measure(rank, _setting))

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.kit.figures import Figure
 from benchmarks.kit.runner import Benchmark, Cases, Raw
+from benchmarks.ranks import launch
 from benchmarks.sharded.cases import cases
 from benchmarks.sharded.figures import memory_figures, summarize
-from benchmarks.torchrun import launch
 
 NOTES = (
     "Four processes share two cores. Compute is emulated by sleeping, real work included, in proportion to samples; not"
@@ -50,7 +50,7 @@ def report(found: Raw, quick: bool) -> tuple[list[Figure], Raw, str]:
 
 
 BENCHMARK = Benchmark(
-    name="sharded", title="Balanced batches over a sharded model", repeats=3, cases=measured, report=report
+    name="sharded", title="Balanced batches over a sharded model", repeats=2, cases=measured, report=report
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of the benchmark; started by torchrun, writes what it measured as JSON on rank 0."""
+"""One rank of the benchmark; writes what it measured as JSON on rank 0."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from benchmarks.kit.training import (
     gloo,
     synthetic,
 )
+from benchmarks.ranks import as_rank
 from benchmarks.sharded.cases import Case, cases
-from benchmarks.torchrun import as_rank
 from lightning_hetero import HeteroPipelineStrategy, ShardedBalancedStrategy
 
 FEATURES, BLOCKS = 32, 6

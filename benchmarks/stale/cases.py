@@ -25,7 +25,7 @@ LAUNCH_S = 0.001
 COSTS = Costs(pull_s=0.001, push_s=0.0002)
 
 SEEDS = tuple(range(100, 124))  # that chose nothing
-FEW = 8  # of them, for the policies that are not the default
+FEW = 5  # of them, for the policies that are not the default
 
 
 @dataclass(frozen=True, kw_only=True)

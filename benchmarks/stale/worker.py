@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from benchmarks.emulated import Emulated
 from benchmarks.kit.figures import percentile
 from benchmarks.kit.training import Clock, fit, gloo
+from benchmarks.ranks import quietly
 from benchmarks.stale.real import CLUSTERS, PER_RANK, SPELL_STEP_S, TASKS, WORLD
-from benchmarks.torchrun import quietly
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 from lightning_hetero.demo import CharTransformer, DigitsCNN, DigitsData, TopicsText
 
