@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--quick] [--fresh] [names...]``: all ten, one after the other: some five hours.
+"""``python -m benchmarks [--quick] [--fresh] [names...]``: all ten, one after the other: some three hours.
 
 Each benchmark is a process of its own and prints what it takes. A run that was stopped goes on: what is
 through, with the code as it is, is not run again, and of the one that was stopped only the cases that are missing;

@@ -27,6 +27,7 @@ def gpu_tests(gpus: int, *arguments: str, timeout_s: float = LIMIT_S) -> str:
     return ended.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_engines_that_share_a_card() -> None:
     """Two of them; all files are collected for it."""
     said = gpu_tests(1, "tests/gpu", "-k", "test_two_ranks and (stale and 16-mixed or 2x1 and 32-true) and not bf16")

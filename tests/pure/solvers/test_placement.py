@@ -226,6 +226,7 @@ def test_a_search_over_more_devices_is_sound_and_repeatable(fits: float) -> None
     assert plan == place(case.model, case.cluster, case.samples, budget=30)
 
 
+@pytest.mark.long
 def test_a_thousand_devices_are_planned() -> None:
     case = large_case(np.random.default_rng(0), 1000, 400)
     plan = place(case.model, case.cluster, case.samples, budget=60)
