@@ -107,11 +107,10 @@ class _SocketLink:
         gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
         left_behind: the connection has ended with a `LeftBehindError`: the server serves the others.
         cut: the connection has ended, and this side has not closed it.
-        hangs: the connection has ended, because the server hangs.
         waits: called once per beat while a call waits, with how long it has [s]; may raise to end it.
     """
 
-    left_behind = cut = hangs = False
+    left_behind = cut = False
     waits: Callable[[float], object] = staticmethod(lambda waited_s: None)
 
     def __init__(self, connection: socket.socket, rank: int, slot: Slot, server_pid: int, patience_s: float) -> None:
@@ -239,7 +238,7 @@ class _SocketLink:
         except LeftBehindError as left:
             self.left_behind, error = True, left
         except ServerLostError as hangs:
-            self.hangs, error = True, ServerLostError(f"{hangs} ({doing})")
+            error = ServerLostError(f"{hangs} ({doing})")
         except (EOFError, OSError):
             self.cut = True
             error = self._last_words() or self._why_lost(doing)

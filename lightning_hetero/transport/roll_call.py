@@ -232,19 +232,20 @@ class HostRollCall(RollCall):
         while True:
             ended = self._ask(look)
             members.heard(self.rank, awake_s())
-            for rank, why in (members.overdue(awake_s()) | ended).items():
+            if lost := members.overdue(awake_s()) | ended:
+                self._check()  # a rank that has failed has said so before its connection ended
+            for rank, why in lost.items():
                 members.gone(rank, why, what="is left out")
                 out[rank] = why
             if members.is_full:
                 break
             pulse_s = pulse_s if awake_s() < pulse_s else awake_s() + self._beat_s
             pause_s = self._wait(pause_s)
-        told: dict[str, Any] = {}
         try:
             met = members.meet(apart=True)
             assert met is not None
-            notices = [members.take_notices(rank) for rank in met[1]]
-            told = {"alive": met[1], "sound": met[2], "notices": notices[0], "steps": [steps[r] for r in met[1]]}
+            told: dict[str, Any] = {"alive": met[1], "sound": met[2], "steps": [steps[rank] for rank in met[1]]}
+            told["notices"], *_ = [members.take_notices(rank) for rank in met[1]]
             if out and len(met[1]) < self._least:
                 words = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(out.items()))
                 told["ended"] = (
@@ -252,7 +253,7 @@ class HostRollCall(RollCall):
                     f" the last checkpoint, with fewer ranks if need be, or set {self._asked_by} lower"
                 )
         except RunEndsError as error:
-            told["ended"] = str(error)
+            told = {"ended": str(error)}
 
         def tell(store: SignedStore) -> None:
             for rank, why in out.items():

@@ -259,11 +259,10 @@ class Session:
         """Ends this rank's part, without a word to anybody; idempotent."""
         worker, self.worker = self.worker, None
         release(self._held)
-        cut_off = False
         if worker is not None:
             worker.detach()
             self._hang_up(worker)
-            cut_off = worker.link.left_behind or worker.link.cut
+        cut_off = worker is not None and (worker.link.left_behind or worker.link.cut)
         process, self._process = self._process, None
         # A server that hangs is not killed at once: the other ranks are about to find out, too, and to say why.
         # A process that is killed closes its connections before it is gone, and leaves work for `stop`.

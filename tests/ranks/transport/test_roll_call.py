@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,17 @@ def test_a_rank_that_fails_tells_the_others_why(crew: Crew, failed: int) -> None
     others = [rank for rank in range(3) if rank != failed]
     for error in crew.meet(others).values():
         assert isinstance(error, RuntimeError) and f"rank {failed} failed: ValueError: the cause" in str(error)
+
+
+def test_a_rank_whose_connection_ends_with_its_failure_is_not_left_out(crew: Crew) -> None:
+    crew.meet([0, 1, 2])
+    while crew.guests[1]._line is None:
+        time.sleep(0.01)
+    crew.host._check_s = math.inf  # the host has just looked, before rank 1 failed
+    crew.boards[1].report(ValueError("the cause"))
+    crew.guests[1].close()
+    for error in crew.meet([0, 2]).values():
+        assert isinstance(error, RuntimeError) and "rank 1 failed: ValueError: the cause" in str(error)
 
 
 def test_without_the_host_all_end(crew: Crew) -> None:
