@@ -89,6 +89,6 @@ def shares(results: Results) -> Picture:
             ("Step", lines(steps, label="steps", x_name="step", y_name="ms", marks=change, level=ideal_ms)),
         ],
         source=f"Four emulated devices, global batch {case.global_batch}, speeds reversed at step {case.swap_at}."
-        " Shares of one run, steps as medians of five runs; ideal: the global batch over the sum of the speeds."
+        " Shares of one run, steps as medians of three runs; ideal: the global batch over the sum of the speeds."
         " benchmarks/balanced/results.json",
     )  # fmt: skip
