@@ -53,7 +53,7 @@ def timeline(results: Results) -> Picture:
         legend=[("work", "own work (samples)"), ("idle", "waiting, exchange, Lightning")],
         panels=panels,
         source=f"Four emulated devices, global batch {case.global_batch}, from step {SETTLED} on; steps above are"
-        f" medians of five runs. Own work is what the emulation asks for, {work}. benchmarks/balanced/results.json",
+        f" medians of three runs. Own work is what the emulation asks for, {work}. benchmarks/balanced/results.json",
     )
 
 

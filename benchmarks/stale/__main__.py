@@ -2,7 +2,8 @@
 
 Two halves, one report:
 
-- *simulated*: every policy, and the balanced engine's barrier, with real gradients on simulated time; eight seeds.
+- *simulated*: every policy, and the balanced engine's barrier, with real gradients on simulated time; 24 seeds, five
+  for policies that are not the default.
 - *real*: four processes on emulated devices under Lightning; everything but the devices' speed is real; three seeds.
 
 DDP's recipe is left untouched throughout. Times are ratios within one run: to stock DDP, to the balanced engine, and to
