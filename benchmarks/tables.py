@@ -21,7 +21,8 @@ from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, faster, measured
 
 PAGES = ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/theory/stale_policies.md",
-         "docs/theory/federated.md", "docs/reference/faults.md", "docs/reference/goals.md")  # fmt: skip
+         "docs/theory/federated.md", "docs/reference/drop_in.md", "docs/reference/faults.md",
+         "docs/reference/goals.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -342,6 +343,18 @@ def goodput(results: Results) -> str:
     return _table(head, rows) if rows else "Outages have not been measured yet."
 
 
+def own_tests(results: Results) -> str:
+    """Of docs/reference/drop_in.md: how many of Lightning's own tests pass with our classes."""
+    engines = {"balanced": "balanced", "stale": "stale", "stale-bsp": 'stale, `policy="bsp"`', "pipeline": "pipeline"}
+    rows = [["one rank"], ["two ranks"]]
+    for ranks, row in enumerate(rows, start=1):
+        for engine in engines:
+            begins = f"{engine}, {ranks} rank(s): passed of "
+            known = [(name.removeprefix(begins), results[name]) for name in results.figures if name.startswith(begins)]
+            row.append(f"{known[0][1]:.0f} of {known[0][0]}" if known else DASH)
+    return _table(["passed", *engines.values()], rows)
+
+
 def peers(results: Results) -> str:
     """Of docs/benchmarks.md: how soon the same loss is reached, by peer and devices."""
     found: dict[str, dict[str, str]] = {}
@@ -369,6 +382,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "federated": ("federated", federated),
     "peers": ("peers", peers),
     "goodput": ("faults", goodput),
+    "own tests": ("drop_in", own_tests),
     "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
