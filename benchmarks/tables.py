@@ -349,9 +349,11 @@ def own_tests(results: Results) -> str:
     rows = [["one rank"], ["two ranks"]]
     for ranks, row in enumerate(rows, start=1):
         for engine in engines:
-            begins = f"{engine}, {ranks} rank(s): passed of "
-            known = [(name.removeprefix(begins), results[name]) for name in results.figures if name.startswith(begins)]
-            row.append(f"{known[0][1]:.0f} of {known[0][0]}" if known else DASH)
+            if (engine, ranks) == ("stale-bsp", 1):
+                row.append("as stale")  # one device is stock DDP whatever the policy
+            else:
+                counted, passed = results.starting(f"{engine}, {ranks} rank(s): passed of ")
+                row.append(f"{passed:.0f} of {counted}")
     return _table(["passed", *engines.values()], rows)
 
 

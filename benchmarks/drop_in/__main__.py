@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drop_in.cases import CLASSES, EXCLUDED, QUICK, TESTS, TWO_RANKS
-from benchmarks.provenance import provenance
+from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import write_results
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 GOALS = {"balanced": 655 / 664, "stale": 640 / 664}  # of the tests that count
-FOLDERS = rf"({ROOT}|[^\s\"]*/site-packages)/"  # of this machine
+FOLDERS = rf"({re.escape(str(ROOT))}|[^\s\"]*/site-packages)/"  # of this machine
 Lines = dict[str, dict[str, Any]]
 
 
