@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import StragglerMonitor
+from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from tests.ranks.harness import run_ranks
 from tests.ranks.strangers import kit
 
 _SLACK = 8  # entries that come and go
+_AT_MOST = {"ShareController._local": ExchangeClock().most}  # steps since the latest exchange: more of them when short
 _ATOMS = (str, bytes, int, float, bool, type(None), Tensor, torch.dtype, torch.device, type, types.ModuleType)
 
 
@@ -86,8 +88,9 @@ def lengths(*roots: Any) -> dict[str, int]:
 
 
 def grown(early: Mapping[str, int], late: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """What is longer in the end."""
-    return {w: (early.get(w, 0), n) for w, n in late.items() if n > early.get(w, 0) + _SLACK}
+    """What is longer in the end, and longer than its known limit."""
+    allowed = {w: max(early.get(w, 0) + _SLACK, _AT_MOST.get(w, 0)) for w in late}
+    return {w: (early.get(w, 0), n) for w, n in late.items() if n > allowed[w]}
 
 
 class Net(LightningModule):
@@ -199,3 +202,9 @@ def test_what_grows_is_found() -> None:
     keeps.kept += range(_SLACK + 1)
     keeps.limited += range(_SLACK + 1)
     assert grown(before, lengths(keeps)) == {"Keeps.kept": (0, _SLACK + 1)}
+
+
+def test_what_has_a_limit_may_be_as_long_as_that() -> None:
+    (name, most), *_ = _AT_MOST.items()
+    assert grown({name: 0}, {name: most}) == {}
+    assert grown({name: 0}, {name: most + 1}) == {name: (0, most + 1)}
