@@ -45,7 +45,7 @@ def _tier(path: Path) -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--matrix", action="store_true", help="tests/faults: all cells of the fault matrix (half an hour)")
+    parser.addoption("--matrix", action="store_true", help="tests/faults: all cells of the fault matrix (an hour)")
     parser.addoption("--long", action="store_true", help="also what is marked so: more launches of what others show")
     parser.addoption("--matrix-rows", metavar="FILE", help="append what came of each cell to this file")
 

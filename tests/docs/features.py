@@ -9,7 +9,7 @@ from __future__ import annotations
 
 ROWS = """
 # Arguments of the Trainer
-accelerator: `accelerator` (tested on CPUs; the tests for GPUs have never been executed)
+accelerator: `accelerator` (tested on CPUs; [what ran on a GPU](gpu.md))
 strategy: `strategy` as an object or as a name, with each suffix that `ddp` has
 devices: `devices`, `num_nodes`, also with another number of devices on each node
 max_epochs: `max_epochs`, `min_epochs`, `max_steps`, `min_steps`, `max_time`

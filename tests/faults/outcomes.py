@@ -49,9 +49,10 @@ class Expected:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Returns a pattern that names one of these ranks: as we do, as Lightning, multiprocessing or torchrun do."""
+    """Returns a pattern that names one of these ranks: as we do, as Lightning, multiprocessing, torchrun or torch do."""
     which = f"(?:{'|'.join(map(str, ranks))})"
-    return rf"rank {which}\b|\[rank: {which}\]|[Pp]rocess {which} terminated|rank\s+: {which} \("
+    by_torch = rf"CheckpointException ranks:dict_keys\(\[(?:\d+, )*{which}\b"  # of those that write one together
+    return rf"rank {which}\b|\[rank: {which}\]|[Pp]rocess {which} terminated|rank\s+: {which} \(|{by_torch}"
 
 
 def blamed(screen: str, but: Iterable[int]) -> list[str]:
@@ -166,8 +167,9 @@ def _stopped(cell: Cell) -> Expected:
 
 
 def _alone_said() -> str:
-    """What may stand on the screen of a rank that the others have lost: to it, they are silent."""
-    return rf"{SILENT}|{KILLED}|[Tt]imed? ?out|left behind|rank \d failed|lost contact|Connection closed by peer"
+    """What may stand on the screen of a rank that the others have lost: to it, they are silent, or it knows why."""
+    gone = "Connection closed by peer|was stopped for [0-9.]+ s, and the others have ended"
+    return rf"{SILENT}|{KILLED}|[Tt]imed? ?out|left behind|rank \d failed|lost contact|{gone}"
 
 
 def _gil(cell: Cell) -> Expected:
