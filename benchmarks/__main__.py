@@ -3,8 +3,8 @@
 Each benchmark is a process of its own and prints what it takes. A run that was stopped goes on: what is
 through, with the code as it is, is not run again, and of the one that was stopped only the cases that are missing;
 ``--fresh`` begins anew. A benchmark that fails does not stop the others. In the end the results pages, the tables of
-README.md and ``docs/`` and the pictures are written. ``--quick`` is a smoke test: few and short cases, whose results
-stay in ``.cache/``.
+README.md and ``docs/`` and the pictures are written. ``--quick`` is a smoke test: few and short cases, of two
+benchmarks at a time, whose results stay in ``.cache/``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.kit.minutes import MINUTES
@@ -43,28 +44,33 @@ def evening(
 
     Args:
         names: in this order.
-        quick: passed on.
+        quick: passed on; these are two at a time, because no time counts.
         state: file that says what is through; none of a quick run.
         run: starts a module with arguments and returns its code.
         digest: of a benchmark's code.
     """
     done: dict[str, str] = json.loads(state.read_text()) if state.exists() and not quick else {}
-    failed: list[str] = []
     began_s = time.monotonic()
-    for number, name in enumerate(names, 1):
+
+    def succeeds(number: int, name: str) -> bool:
         code = digest(name)
         passed = f"{(time.monotonic() - began_s) / 60:.0f} min so far"
         if done.get(name) == code:
             print(f"== {number}/{len(names)} {name}: is through", flush=True)
-            continue
+            return True
         share = "" if quick else f", it takes some {MINUTES[name]} min"
         print(f"== {number}/{len(names)} {name} ({passed}{share})", flush=True)
         if run([f"benchmarks.{name}", *(["--quick"] if quick else [])]):
-            failed.append(name)
-        elif not quick:
+            return False
+        if not quick:
             done[name] = code
             state.parent.mkdir(parents=True, exist_ok=True)
             state.write_text(json.dumps(done))
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        ran = (pool.map if quick else map)(succeeds, range(1, len(names) + 1), names)
+        failed = [name for name, succeeded in zip(names, ran, strict=True) if not succeeded]
     if not quick and not failed:  # the next call measures these anew
         state.write_text(json.dumps({name: code for name, code in done.items() if name not in names}))
         failed += [writer for writer in WRITERS if run([writer])]

@@ -144,7 +144,7 @@ def _terminated(cell: Cell) -> Expected:
     """Who is told to go ends at the end of its batch; so do all others, or the stale engine's go on without it."""
     if cell.asked["kind"] == "SIGTERM to all":
         return Expected("ended", cell.fault.gone, cause="SIGTERM", told=True)
-    if cell.engine == "stale" or (_goes_on(cell) and cell.engine != "balanced"):
+    if cell.engine == "stale":
         return Expected("survived", dead=cell.fault.gone)
     return Expected("ended", cell.fault.gone, cause="SIGTERM", told=True)  # it was not the rank that failed
 
