@@ -94,8 +94,8 @@ def seeds(results: Results) -> str:
     fast = [results.text(f"hetero_{engine}: speed-up over DDP", "{:.2f}") for engine in ("balanced", "stale")]
     return _joined(
         "*fit s* holds everything: start-up, the first steps with equal shares, validation. Accuracy varies from seed"
-        f" to seed: over [twelve seeds](benchmarks/demo/results.md) DDP's standard deviation is {spread:.1f} points, and"
-        f" `hetero_stale` differs from DDP by {mean} points on average (standard error {error}), by {worst} for its"
+        f" to seed: over [twelve seeds](benchmarks/demo/results.md) DDP's standard deviation is {spread:.1f} points,"
+        f" and `hetero_stale` differs from DDP by {mean} points on average (standard error {error}), by {worst} for its"
         f" worst seed. Over these seeds `hetero_balanced` is {fast[0]} times as fast as DDP, `hetero_stale` {fast[1]}"
         " times."
     )
@@ -182,7 +182,8 @@ def stale(results: Results) -> str:
         _table(head, rows),
         f"No contribution was more than {oldest} versions old. In simulated time `flexible` needs {_span(bounds)} times"
         " the *bound*, the time all devices need together without waiting or transfers, and ends at"
-        f" {_span([results[case + LOSS] for case in simulated])} times DDP's final loss (most: {worst.partition(', ')[2]})."
+        f" {_span([results[case + LOSS] for case in simulated])} times DDP's final loss"
+        f" (most: {worst.partition(', ')[2]})."
         f" Emulated work took up to {taken:.2f} times what was asked: where that is above 1, real work was longer than"
         " the emulated, which brings the ratios closer to 1.",
     )
@@ -248,7 +249,8 @@ def joint(results: Results) -> str:
     for case in results.cases(hindsight):
         oracle = 1.0 + results[f"{case}: above the oracle"] / 100.0
         rows.append([case, f"{faster(results[case + hindsight]):.2f}", f"{oracle:.2f}"])
-    return _table(["scenario", "times as fast as the static plan that is best in hindsight", "time over the oracle's"], rows)
+    head = ["scenario", "times as fast as the static plan that is best in hindsight", "time over the oracle's"]
+    return _table(head, rows)
 
 
 def pipeline_besides(results: Results) -> str:

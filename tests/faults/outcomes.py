@@ -49,7 +49,7 @@ class Expected:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Returns a pattern that names one of these ranks: as we do, as Lightning, multiprocessing, torchrun or torch do."""
+    """Returns a pattern that names one of these ranks: as we, Lightning, multiprocessing, torchrun or torch do."""
     which = f"(?:{'|'.join(map(str, ranks))})"
     by_torch = rf"CheckpointException ranks:dict_keys\(\[(?:\d+, )*{which}\b"  # of those that write one together
     return rf"rank {which}\b|\[rank: {which}\]|[Pp]rocess {which} terminated|rank\s+: {which} \(|{by_torch}"
