@@ -41,10 +41,6 @@ def _span(values: Sequence[float], form: str = "{:.2f}", last: str = "") -> str:
     return f"{form.format(min(values))} to {(last or form).format(max(values))}"
 
 
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
-
-
 # ---- the blocks -----------------------------------------------------------------------------------------------------
 
 
@@ -124,13 +120,13 @@ def balanced(results: Results) -> str:
     for case in results.cases(": ours / DDP"):  # "2 equal ranks, 3 ms steps of stock DDP": what was aimed at
         told = f"{1.0 / results[f'{case}: ours / DDP']:.2f} ({results[f'{case}: stock DDP step']:.1f} ms)"
         equal.setdefault(case.partition(" equal")[0], []).append(told)
+    ratios = [f"{', '.join(told)} times as fast on {ranks} ranks" for ranks, told in equal.items()]
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
     after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
         f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices ours is"
-        f" {'; '.join(f'{_listed(told)} times as fast on {ranks} ranks' for ranks, told in equal.items())} (in brackets"
-        " the time of DDP's step).",
+        f" {'; '.join(ratios)} (in brackets the time of DDP's step).",
     )
 
 

@@ -153,7 +153,7 @@ class Sizes(Toy):
 def auto_job(rank: int, world: int) -> tuple[list[int], int]:
     module = Sizes()
     wall = Wall(module, "forward", {1: 5}.get(rank))
-    fit = rank_trainer(rank, world, balanced(policy=None, max_samples="auto"), max_epochs=2)
+    fit = rank_trainer(rank, world, balanced(policy=None, max_samples="auto"), max_epochs=3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ran out of memory")
         fit.fit(module, DataLoader(regression(SAMPLES), batch_size=8, shuffle=True))
@@ -163,7 +163,7 @@ def auto_job(rank: int, world: int) -> tuple[list[int], int]:
 def test_the_first_steps_learn_what_fits() -> None:
     (free, failed), (short, met) = run_ranks(2, auto_job)
     assert not failed and max(free) > 8
-    assert 1 <= met <= 2 and short[-1] <= 5  # the second failure may be of the last steps
+    assert 1 <= met <= 2 and max(short[-4:]) <= 5
 
 
 def growing_job(rank: int, world: int) -> bool:
