@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,9 @@ from tests.simgpu.sim.build import why_not
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu", "simgpu")
 HERE = Path(__file__).resolve().parent
 
+# Many processes import the package and these tests: compiled once, whatever the environment says.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Also in the processes that tests start: an error of a callback that only observes is an error here.
 os.environ["LIGHTNING_HETERO_OBSERVERS_RAISE"] = "1"
 # No speeds that a test has learned are known to the next one.
@@ -111,8 +115,6 @@ def leak_guards(request: pytest.FixtureRequest) -> Iterator[None]:
 def shared_processes() -> Iterator[None]:
     """Ends what serves many tests, if any of them started it: the rank harness's workers, the warm Python."""
     yield
-    import sys
-
     if (harness := sys.modules.get("tests.ranks.harness")) is not None:
         harness.close_pools()
     for name in ("tests.warm", "tests.simgpu.harness"):

@@ -7,6 +7,7 @@ all, is the trace's. ``--all`` prints every function in the order of its first c
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -26,6 +27,7 @@ from tests.docs.kit import REFERENCE
 from tests.ranks.harness import RankEnvironment, run_ranks
 
 PACKAGE = Path(lightning_hetero.__file__).resolve().parent
+OURS = f"{PACKAGE}{os.sep}"
 PAGE = REFERENCE / "architecture.md"
 STEADY, TRIES = 20, 8  # batches before anything is taken down, and trainings at most
 PLAN = {"groups": [{"ranks": [0, 1], "cuts": [0, 3, 6], "samples": 32, "micro_batches": [8, 8, 8, 8]}]}
@@ -119,13 +121,14 @@ class Recorder(Callback):
         self.batches: list[dict[str, None]] = []
 
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
-            self.batches[-1].setdefault(f"{path.relative_to(PACKAGE).as_posix()}:{name}")
+            self.batches[-1].setdefault(f"{Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()}:{name}")
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.batches.append({})
-        sys.setprofile(self._profile)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int) -> None:
+        if i >= STEADY:
+            self.batches.append({})
+            sys.setprofile(self._profile)
 
     def on_train_epoch_end(self, *args: Any) -> None:
         sys.setprofile(None)
@@ -142,7 +145,7 @@ def fit(rank: int, world_size: int, engine: str) -> list[list[str]]:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Model(), DataLoader(data, batch_size=16))
-    return [list(batch) for batch in recorder.batches[STEADY:]]
+    return [list(batch) for batch in recorder.batches]
 
 
 def traced(engine: str) -> list[str]:

@@ -74,10 +74,16 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
 
 
+def source_nodes() -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yields the syntax of each file of the package, with the file's path in it."""
+    package = ROOT / "lightning_hetero"
+    for file in sorted(package.rglob("*.py")):
+        yield file.relative_to(package).as_posix(), list(ast.walk(ast.parse(file.read_text())))
+
+
 def source_strings() -> list[str]:
     """Returns all texts in the package's code, cut where an f-string inserts a value."""
-    trees = (ast.parse(file.read_text()) for file in sorted((ROOT / "lightning_hetero").rglob("*.py")))
-    constants = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    constants = (node for _, nodes in source_nodes() for node in nodes if isinstance(node, ast.Constant))
     return [node.value for node in constants if isinstance(node.value, str)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -57,6 +58,7 @@ def test_every_python_that_is_promised_is_one_that_pip_accepts() -> None:
     assert f"Python 3.{promised[0]} or newer" in section(ROOT / "README.md", "Try it")
 
 
-@pytest.mark.parametrize("text", [*map(lambda page: page.read_text(), PAGES), "\n".join(source_strings())])
-def test_nobody_is_told_to_install_from_an_index_what_is_on_none(text: str) -> None:
+@pytest.mark.parametrize("page", [*PAGES, None], ids=lambda page: page.name if page else "texts of the package")
+def test_nobody_is_told_to_install_from_an_index_what_is_on_none(page: Path | None) -> None:
+    text = page.read_text() if page else "\n".join(source_strings())
     assert not re.findall(r"pip install[^\n;]*[ '\"]lightning[-_]hetero\b", text)

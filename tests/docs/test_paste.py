@@ -28,8 +28,8 @@ from lightning_hetero import public
 from lightning_hetero.cli import doctor, report
 from lightning_hetero.cli.command import CONF, overrides
 from lightning_hetero.cli.loading import load_data, load_module
+from tests.docs.kit import source_nodes
 
-PACKAGE = Path(lightning_hetero.__file__).parent
 WORD = r"(?:--[\w-]+|-m|'[^']*'|[\w@/.+]+=[^\s,;)]+|[A-Z_]+/\w+)"
 COMMAND = re.compile(rf"lightning-hetero-(train|plan|doctor|report)\b((?: {WORD})*)(?!:)")
 NAMED = re.compile(r"strategy=(['\"]?)(\w*(?:hetero_|ddp)[\w{}]*)\1")
@@ -51,16 +51,15 @@ ELLIPSES = {  # what is left to the reader
 
 def texts() -> Iterator[tuple[str, str]]:
     """Every string of the package that is no docstring, with its place; fields of f-strings as ``{}``."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
-            place = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+    for path, nodes in source_nodes():
+        silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        silent |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
-                yield place, "".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)  # type: ignore[misc]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent | inside:
-                yield place, node.value
+                text = "".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)  # type: ignore[misc]
+                yield f"{path}:{node.lineno}", text
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+                yield f"{path}:{node.lineno}", node.value
 
 
 TEXTS = list(texts())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import math
 import os
 import pickle
@@ -73,7 +72,7 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection,
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     torch.set_num_threads(1)
     environment = dict(os.environ)
-    search_rarely()  # each job ends with one, see below
+    search_rarely()  # as each job's end, see below
     control.send_bytes(pickle.dumps(Outcome()))
     while True:
         try:
@@ -85,11 +84,12 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection,
             control.send_bytes(_pickled(outcome))
         if outcome.error is not None:
             _leave_group()  # now: the peers may be waiting for this rank
+        del outcome  # and what its traceback holds
         control.recv_bytes()
         _leave_group()
         # On all ranks now: a fit that failed leaves groups as garbage. Whose destructor finds a collective under way
         # waits for it, up to the group's timeout, or until the other end is destroyed; in a later job it would hang.
-        gc.collect()
+        search_rarely()
         _forget_groups()
         os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
         os.environ.clear()
