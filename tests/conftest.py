@@ -10,13 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests import guards
 from tests.garbage import search_rarely
 from tests.installed import read_once
-from tests.simgpu.sim.build import why_not
 
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu", "simgpu")
 HERE = Path(__file__).resolve().parent
@@ -54,10 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-rows", metavar="FILE", help="append what came of each cell to this file")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that only hands tests out to others (``-n``) has no use for Lightning, which takes seconds."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all is collected
+        advice = "lightning.fabric.utilities.warnings.PossibleUserWarning"  # about workers and logging intervals
+        config.addinivalue_line("filterwarnings", f"ignore::{advice}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What imports and collection make stays: no search for garbage looks at it, neither now nor in any test."""
-    gc.disable()
     try:
         return (yield)
     finally:
@@ -69,6 +73,10 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test with its folder's tier; skips tests/gpu where there is no CUDA, and tests/simgpu where it cannot
     be simulated; leaves out what is long."""
+    import torch
+
+    from tests.simgpu.sim.build import why_not
+
     no_cuda = pytest.mark.skip(reason="needs CUDA")
     no_simulation = why_not()
     for item in items:
@@ -95,6 +103,8 @@ def _is_long(item: pytest.Item) -> bool:
 @pytest.fixture(autouse=True)
 def leak_guards(request: pytest.FixtureRequest) -> Iterator[None]:
     """Wraps every test; tests/pure skips what pure code cannot leak. Others run in their own empty folder."""
+    from tests import guards
+
     with ExitStack() as stack:
         # Entered first, checked last: a process group must be gone before its sockets are counted.
         stack.enter_context(guards.environment())

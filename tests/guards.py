@@ -9,6 +9,7 @@ from hivemind's ``tests/conftest.py``.
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import os
 import random
@@ -184,7 +185,8 @@ def droppings(folder: Path = REPOSITORY) -> Iterator[None]:
 
 
 def _droppings(folder: Path) -> set[Path]:
-    return {path for pattern in DROPPINGS for path in folder.glob(pattern)}
+    names = os.listdir(folder)
+    return {folder / name for pattern in DROPPINGS for name in fnmatch.filter(names, pattern)}
 
 
 @contextmanager
@@ -194,7 +196,7 @@ def process_state() -> Iterator[None]:
 
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)  # a stack per device
     torch.set_num_threads(1)
     rank_zero_only.rank = 0  # pyright: ignore[reportFunctionMemberAccess]
     handlers = {number: signal.getsignal(number) for number in _handled_signals()}

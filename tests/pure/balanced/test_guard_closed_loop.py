@@ -53,7 +53,7 @@ STEPS = {0: 200, 2: 200, 5: 300}  # by the loader's lag: what is lost before it 
 FIXED_S = (0.0, 0.009, 0.05)  # of a step, of which 16 samples take 0.048 s
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 10**9),

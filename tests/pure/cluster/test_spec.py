@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -232,6 +232,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 @given(clusters())
+@settings(max_examples=25)
 def test_any_cluster_comes_back_from_strict_json(cluster: Cluster) -> None:
     text = json.dumps(cluster_to_plain(cluster), allow_nan=False)
     assert cluster_from_plain(json.loads(text)) == cluster

@@ -56,6 +56,7 @@ def test_equal_devices_give_no_false_alarm_in_1000_steps(
 
 @pytest.mark.parametrize(("world", "noise"), [(2, 0.02), (2, 0.06), (4, 0.08), (8, 0.09)])
 @pytest.mark.parametrize("begin", [0, 60])
+@pytest.mark.short("60-2-0.06", "0-8-0.09")
 def test_a_slowdown_of_1_3_is_found_within_20_steps_in_99_of_100_trials(world: int, noise: float, begin: int) -> None:
     """With times that scatter by 6 % (standard deviation) on two ranks, where the other's adds to it, by 9 % on 8."""
     trials, late = 200, 0

@@ -95,7 +95,8 @@ class Loop:
 
     def spy(self, claim: Claim) -> Grant | Hold:
         worker = self.workers[claim.rank]
-        worker.patience_s = max(worker.patience_s, self.it.policy.grace * claim.step_s)
+        grace = self.it.policy.grace  # infinite also where the time of a step is not known: 0
+        worker.patience_s = math.inf if math.isinf(grace) else max(worker.patience_s, grace * claim.step_s)
         return self.real_claim(claim)
 
     # --- the loop ---

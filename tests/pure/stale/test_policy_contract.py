@@ -76,7 +76,7 @@ def check(policy: Policy, case: Case) -> Books:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(case=cases())
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
     policy = POLICIES[name]()
     books = check(policy, case)
@@ -96,7 +96,7 @@ def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
     launch=st.floats(0.0, 20.0),
     ahead=st.integers(0, 3),
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_with_equal_constant_speeds_every_update_is_exactly_its_batch(
     name: str, workers: int, chunk: int, global_steps: int, last: float, rate_s: float, launch: float, ahead: int
 ) -> None:
