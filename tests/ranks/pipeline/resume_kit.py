@@ -38,8 +38,8 @@ class Saved(Deep):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def train(batch_size: int) -> DataLoader:
-    return DataLoader(regression(SAMPLES), batch_size=batch_size, shuffle=True)
+def train(batch_size: int, samples: int = SAMPLES) -> DataLoader:
+    return DataLoader(regression(samples), batch_size=batch_size, shuffle=True)
 
 
 def validate() -> DataLoader:
@@ -47,11 +47,16 @@ def validate() -> DataLoader:
 
 
 def alone(
-    module: Deep | None = None, ckpt: str | None = None, *, validated: bool = False, **options: Any
+    module: Deep | None = None,
+    ckpt: str | None = None,
+    *,
+    validated: bool = False,
+    samples: int = SAMPLES,
+    **options: Any,
 ) -> tuple[Weights, int, Trainer]:
     """One process, with the global batches of stock DDP's sampler."""
     module = module or Saved()
-    data = regression(SAMPLES)
+    data = regression(samples)
     sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)  # type: ignore[arg-type]
     trainer = quiet_trainer(devices=1, **{"max_epochs": EPOCHS, **options})
     with warnings.catch_warnings():

@@ -52,7 +52,7 @@ def tour(trainer: Trainer, module: Full, loader: DataLoader, folder: str) -> tup
     predicted = trainer.predict(module, validate())
     values.append(sum(len(p) for p in predicted or () if p is not None))  # a member has none
     trainer.save_checkpoint(f"{folder}/between.ckpt")  # behind evaluations: of the fit before them
-    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader, validate())
     ends.append(weights(module))
     trainer.save_checkpoint(f"{folder}/end.ckpt")
@@ -65,7 +65,7 @@ def tour(trainer: Trainer, module: Full, loader: DataLoader, folder: str) -> tup
 
 def tour_job(rank: int, world: int, plan: str, folder: str) -> dict[str, Any]:
     module, strategy = Full(), pipeline(plan)
-    trainer = rank_trainer(rank, world, strategy, max_epochs=2, callbacks=[Saver(folder, [])])
+    trainer = rank_trainer(rank, world, strategy, max_epochs=1, callbacks=[Saver(folder, [])])
     values, ends, wrong = tour(trainer, module, train(BATCH // world), folder)
     second = rank_trainer(rank, world, pipeline(plan), max_epochs=1)  # another Trainer goes on with the same module
     second.fit(module, train(BATCH // world))
@@ -80,32 +80,41 @@ def tour_job(rank: int, world: int, plan: str, folder: str) -> dict[str, Any]:
             "complete": complete, "from file": from_file[0]["val"]}  # fmt: skip
 
 
-@pytest.mark.stock_ddp("entry_points", "pipeline")
-def test_one_trainer_does_everything_in_turn_and_leaves_the_module_whole(tmp_path: Path) -> None:
-    data, module, folder = regression(96), Full(), tmp_path / "one"
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Weights], Path]:
+    """What one process found, its weights after each fit, and where its checkpoints are."""
+    data, module, folder = regression(96), Full(), tmp_path_factory.mktemp("one")
     sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)  # type: ignore[arg-type]
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
-    trainer = quiet_trainer(devices=1, max_epochs=2, callbacks=[Saver(str(folder), [])])
+    trainer = quiet_trainer(devices=1, max_epochs=1, callbacks=[Saver(str(folder), [])])
     with pytest.warns(UserWarning):
         values, ends, wrong = tour(trainer, module, loader, str(folder))
         quiet_trainer(devices=1, max_epochs=1).fit(module, loader)
     assert wrong == []
-    ends.append(weights(module))
-    for plan in ("1x2", "2x2"):
-        ranks = run_ranks(WORLD[plan], tour_job, plan, str(tmp_path / plan), timeout_s=100.0)
-        for found in ranks:
-            assert found["wrong"] == [] and found["complete"], plan
-            for ours, theirs in zip(found["ends"], ends, strict=True):
-                assert ours.distance(theirs) <= EXACT
-            assert found["values"][:3] == pytest.approx(values[:3], rel=1e-6)
-            assert found["values"][4:] == pytest.approx(values[4:], rel=1e-6)
-            assert found["from file"] == pytest.approx(found["values"][1], rel=1e-9)
-        # Each group's leader has the predictions of its group's samples.
-        each = sorted(found["values"][3] for found in ranks)
-        assert sum(each) == PREDICTED
-        for name in ("between.ckpt", "end.ckpt", "val-0.ckpt", "val-12.ckpt"):  # the last two in an evaluation
-            ours, stock = (torch.load(where / name, weights_only=True) for where in (tmp_path / plan, folder))
-            assert name == "val-0.ckpt" or ours.pop("lightning_hetero")["engine"] == "pipeline"
-            for loops in (ours.pop("loops"), stock.pop("loops")):
-                assert loops.keys() == {"fit_loop", "validate_loop", "test_loop", "predict_loop"}
-            assert differences(ours, stock) == [], f"{plan} {name}"
+    return values, [*ends, weights(module)], folder
+
+
+@pytest.mark.stock_ddp("entry_points", "pipeline")
+@pytest.mark.parametrize("plan", ["1x2", "2x2"])
+@pytest.mark.short("2x2")
+def test_one_trainer_does_everything_in_turn_and_leaves_the_module_whole(
+    plan: str, tmp_path: Path, alone: tuple[list[Any], list[Weights], Path]
+) -> None:
+    values, ends, folder = alone
+    ranks = run_ranks(WORLD[plan], tour_job, plan, str(tmp_path), timeout_s=100.0)
+    for found in ranks:
+        assert found["wrong"] == [] and found["complete"]
+        for ours, theirs in zip(found["ends"], ends, strict=True):
+            assert ours.distance(theirs) <= EXACT
+        assert found["values"][:3] == pytest.approx(values[:3], rel=1e-6)
+        assert found["values"][4:] == pytest.approx(values[4:], rel=1e-6)
+        assert found["from file"] == pytest.approx(found["values"][1], rel=1e-9)
+    # Each group's leader has the predictions of its group's samples.
+    each = sorted(found["values"][3] for found in ranks)
+    assert sum(each) == PREDICTED
+    for name in ("between.ckpt", "end.ckpt", "val-0.ckpt", "val-6.ckpt"):  # the last two in an evaluation
+        ours, stock = (torch.load(where / name, weights_only=True) for where in (tmp_path, folder))
+        assert name == "val-0.ckpt" or ours.pop("lightning_hetero")["engine"] == "pipeline"
+        for loops in (ours.pop("loops"), stock.pop("loops")):
+            assert loops.keys() == {"fit_loop", "validate_loop", "test_loop", "predict_loop"}
+        assert differences(ours, stock) == [], name

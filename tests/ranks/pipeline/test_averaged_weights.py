@@ -20,7 +20,7 @@ from tests.ranks.pipeline.resume_kit import BATCH, EXACT, alone, differences, tr
 from tests.ranks.pipeline.variants import Normed
 from tests.ranks.resume_kit import Saver
 
-EPOCHS = 3
+EPOCHS, SAMPLES = 3, 48  # three batches each
 
 
 def ema() -> Callback:
@@ -36,6 +36,7 @@ def swa() -> Callback:
 
 
 KINDS: dict[str, Callable[[], Callback]] = {"ema": ema, "many at a time": plain_average, "swa": swa}
+NAMES = {"1x2": ["many at a time", "swa"], "2x2": ["ema"]}  # by plan
 
 
 class Odd(Callback):
@@ -48,27 +49,33 @@ class Odd(Callback):
         return {"kept": [self.kept]}
 
 
-def averaging_job(rank: int, world: int, plan: str, folder: str) -> tuple[dict[str, Any], str]:
+def averaging_job(rank: int, world: int, plan: str, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, make in KINDS.items():
+    for name in NAMES[plan]:
+        make = KINDS[name]
         best = ModelCheckpoint(f"{folder}/{name}/best", monitor="val", filename="best")
         callback, module = make(), Deep()
         options = {"callbacks": [callback, best, Saver(f"{folder}/{name}", [])], "enable_checkpointing": True}
         trainer = rank_trainer(rank, world, pipeline(plan), max_epochs=EPOCHS, **options)
-        trainer.fit(module, train(BATCH // world), validate())
+        trainer.fit(module, train(BATCH // world, SAMPLES), validate())
         ended = weights(module)
         ((_, copy),) = compat.averaging_callbacks(trainer)
         kept = weights(copy)
         (tested,) = trainer.validate(module, validate(), verbose=False)
         resumed = Deep()
         again = rank_trainer(rank, world, pipeline(plan), max_epochs=EPOCHS, callbacks=[make()])
-        again.fit(resumed, train(BATCH // world), ckpt_path=f"{folder}/{name}/epoch-1.ckpt")
+        again.fit(resumed, train(BATCH // world, SAMPLES), ckpt_path=f"{folder}/{name}/epoch-1.ckpt")
         found[name] = ended, kept, float(best.best_model_score or 0), tested["val"], weights(resumed)
+    return found
+
+
+def copying_job(rank: int, world: int, plan: str, folder: str) -> str:
     options = {"callbacks": [Odd(), Saver(f"{folder}/odd", [])], "max_epochs": 1}
-    rank_trainer(rank, world, pipeline(plan), **options).fit(Deep(), train(BATCH // world))
+    rank_trainer(rank, world, pipeline(plan), **options).fit(Deep(), train(BATCH // world, SAMPLES))
+    trainer = rank_trainer(rank, world, pipeline(plan), callbacks=[swa()], max_epochs=1)
     with pytest.raises(TypeError) as error:
-        rank_trainer(rank, world, pipeline(plan), callbacks=[swa()], max_epochs=1).fit(Normed(), train(BATCH // world))
-    return found, str(error.value)
+        trainer.fit(Normed(), train(BATCH // world, SAMPLES))
+    return str(error.value)
 
 
 @pytest.mark.stock_ddp("StochasticWeightAveraging", "WeightAveraging", "pipeline")
@@ -76,15 +83,19 @@ def averaging_job(rank: int, world: int, plan: str, folder: str) -> tuple[dict[s
     "StochasticWeightAveraging_norm", "pipeline", refused="the statistics are on several ranks; use `WeightAveraging`"
 )  # fmt: skip
 def test_averages_are_those_of_one_process(tmp_path: Path) -> None:
-    ranks = run_ranks(WORLD["2x2"], averaging_job, "2x2", str(tmp_path / "ours"), timeout_s=100.0)
-    for name, make in KINDS.items():
+    where = str(tmp_path / "ours")
+    runs: dict[str, list[Any]] = {}
+    for plan, names in NAMES.items():
+        runs |= dict.fromkeys(names, run_ranks(WORLD[plan], averaging_job, plan, where, timeout_s=100.0))
+    for name, ranks in runs.items():
         module, folder = Deep(), tmp_path / "one"
         best = ModelCheckpoint(folder / name / "best", monitor="val", filename="best")
-        callbacks = [make(), best, Saver(str(folder / name), [])]
-        trainer = alone(module, max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True, validated=True)[2]
+        callbacks = [KINDS[name](), best, Saver(str(folder / name), [])]
+        options = {"max_epochs": EPOCHS, "callbacks": callbacks, "enable_checkpointing": True}
+        trainer = alone(module, validated=True, samples=SAMPLES, **options)[2]
         ((_, copy),) = compat.averaging_callbacks(trainer)
         (tested,) = quiet_trainer(devices=1).validate(module, validate(), verbose=False)
-        for found, _ in ranks:
+        for found in ranks:
             ended, kept, score, value, resumed = found[name]
             assert ended.distance(weights(module)) <= EXACT, name
             assert kept.distance(weights(copy)) <= EXACT, name
@@ -98,7 +109,7 @@ def test_averages_are_those_of_one_process(tmp_path: Path) -> None:
                 assert differences(ours.get(key), stock.get(key), key) == []
             key = "StochasticWeightAveraging"
             assert differences(ours["callbacks"].get(key), stock["callbacks"].get(key)) == []
-    for _, normed in ranks:
+    for normed in run_ranks(2, copying_job, "1x2", where):
         assert "BatchNorm" in normed and "WeightAveraging" in normed
     kept = torch.load(tmp_path / "ours" / "odd" / "epoch-0.ckpt", weights_only=True)["callbacks"]["Odd"]["kept"]
     assert differences(kept, [Deep().state_dict()]) == [], "copies that a callback keeps are whole in a checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.transport.failures import FailureBoard
 from lightning_hetero.transport.run_store import RunStore
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import regression, single, weights
+from tests.ranks.kit import Weights, regression, single, weights
 from tests.ranks.pipeline.kit import SAMPLES, Deep, fit, pipeline
 from tests.ranks.pipeline.models import assert_same
 
@@ -159,17 +160,22 @@ def trained(rank: int, world: int, plan: str) -> Any:
             connected.append(len(ways.by_peer))
 
         monkeypatch.setattr(DirectWays, "prepare", noted)
-        found, _ = fit(rank, world, Deep(), pipeline(plan), max_epochs=2, validate=True)
+        found, _ = fit(rank, world, Deep(), pipeline(plan), max_epochs=1, validate=True)
     assert connected == [1 if plan == "2x2" else 2]
     return found
 
 
+@cache
+def alone() -> Weights:
+    module = Deep()
+    single(module, regression(SAMPLES), 16, max_epochs=1)
+    return weights(module)
+
+
 @pytest.mark.parametrize("plan", ["1x4", "2x2"])
 def test_a_fit_over_direct_ways_trains_the_weights_of_one_process(plan: str) -> None:
-    module = Deep()
-    single(module, regression(SAMPLES), 16, max_epochs=2)
     for found in run_ranks(4, trained, plan, timeout_s=120.0):
-        assert found.distance(weights(module)) <= 1e-12
+        assert found.distance(alone()) <= 1e-12
 
 
 def test_which_devices_have_a_way() -> None:

@@ -190,7 +190,7 @@ def capped_job(rank: int, world: int, mem: int, options: dict[str, Any]) -> tupl
     module, meter = Wide(), Meter()
     strategy = pipeline(None, cluster=cluster, **options)
     try:
-        options = {"batch": 18, "max_epochs": 2, "callbacks": [meter]}
+        options = {"batch": 18, "max_epochs": 1, "callbacks": [meter]}
         end, trainer = fit(rank, world, module, strategy, data=regression(90), **options)
     except (ValueError, RuntimeError) as error:
         return str(error), 0, 0
@@ -202,7 +202,7 @@ def test_a_model_larger_than_a_device_trains_on_three_and_is_refused_on_two_that
     module = Wide()
     total = 4 * storages(module.parameters())
     mem = int(0.55 * total)
-    single(module, regression(90), 18, max_epochs=2)
+    single(module, regression(90), 18, max_epochs=1)
     for end, held, ranks in run_ranks(3, capped_job, mem, {}):
         assert isinstance(end, Weights) and end.distance(weights(module)) <= 1e-12
         assert ranks >= 2 and held <= mem < total

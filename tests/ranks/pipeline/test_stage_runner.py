@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.pipeline.schedules import one_f_one_b
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
@@ -19,7 +19,7 @@ from tests.ranks.pipeline import models
 from tests.ranks.pipeline.models import LAYERS, Case, Net, assert_same, make_runner, plan
 
 CASES = {
-    "plain": Case(models.plain, steps=20),
+    "plain": Case(models.plain, steps=8),
     "two batches per step": Case(models.twice, calls=2, steps=4, accumulate=2),
     "textbook": Case(models.plain, options={"policy": one_f_one_b}),
     "skip": Case(models.skip),
@@ -65,10 +65,13 @@ def add_up(parameters: list[nn.Parameter], own: list[nn.Parameter]) -> None:
         p.grad = total.view_as(p).clone() if some and id(p) in ids else None
 
 
-def train(case: Case, groups: list[GroupPlan], rank: int, name: str) -> float:
+def sizes_of(groups: list[GroupPlan]) -> list[int]:
+    return [size for group in groups for size in group.micro_batches]
+
+
+def train(case: Case, groups: list[GroupPlan], rank: int, name: str, expected: Mapping[str, Tensor]) -> float:
     """Trains this rank's part; returns the largest difference of its parameters to one process's."""
-    sizes = [size for group in groups for size in group.micro_batches]
-    expected = models.reference(case, sizes)
+    sizes = sizes_of(groups)
     net = case.net()
     group = next((group for group in groups if rank in group.ranks), None)
     own = own_parameters(net, group, rank) if group is not None else []
@@ -117,11 +120,10 @@ def train(case: Case, groups: list[GroupPlan], rank: int, name: str) -> float:
     if runner is not None:
         runner.close()
         runner.close()
-    theirs = dict(expected.named_parameters())
     worst = 0.0
     for name, parameter in net.named_parameters():
         if any(parameter is p for p in own):
-            error = (parameter - theirs[name]).detach().abs().max() / theirs[name].detach().abs().max()
+            error = (parameter - expected[name]).detach().abs().max() / expected[name].abs().max()
             worst = max(worst, float(error))
     return worst
 
@@ -165,14 +167,17 @@ def at_the_edges(groups: list[GroupPlan], rank: int) -> None:
         runner.evaluate(0, [(0, body)], samples=1)
 
 
-def all_cases(rank: int, world_size: int, groups: list[GroupPlan], names: list[str]) -> dict[str, float]:
-    errors = {name: train(CASES[name], groups, rank, name) for name in names}
+def all_cases(
+    rank: int, world_size: int, groups: list[GroupPlan], expected: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, float]:
+    errors = {name: train(CASES[name], groups, rank, name, theirs) for name, theirs in expected.items()}
     at_the_edges(groups, rank)
     return errors
 
 
-def assert_exact(world_size: int, groups: list[GroupPlan], names: Sequence[str] = tuple(CASES)) -> None:
-    for rank, errors in enumerate(run_ranks(world_size, all_cases, groups, list(names))):
+def assert_exact(world_size: int, groups: list[GroupPlan]) -> None:
+    expected = {name: models.reference(case, sizes_of(groups)).state_dict() for name, case in CASES.items()}
+    for rank, errors in enumerate(run_ranks(world_size, all_cases, groups, expected)):
         for name, error in errors.items():
             assert error <= CASES[name].tolerance, (rank, name, error)
 
