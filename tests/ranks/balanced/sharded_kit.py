@@ -39,9 +39,12 @@ class Block(nn.Module):
 
 
 class Deep(LightningModule):
-    """Two blocks between two layers, in float64; ``configure_model`` is the user's business, see `Sharded`."""
+    """Two blocks between two layers, in float64; ``configure_model`` is the user's business, see `Sharded`.
 
-    optimizer: Callable[..., torch.optim.Optimizer] = staticmethod(lambda p: torch.optim.Adam(p, 1e-2))
+    Its optimizer handles all parameters at once, as on a GPU: one after another, shards take a third of a step's time.
+    """
+
+    optimizer: Callable[..., torch.optim.Optimizer] = staticmethod(lambda p: torch.optim.Adam(p, 1e-2, foreach=True))
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from lightning_hetero.transport.groups import leave_default_group
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
 
-SAMPLES, BATCH, EPOCHS = 96, 12, 2  # 16 steps
+SAMPLES, BATCH, EPOCHS = 60, 12, 2  # 10 steps
 LOST_AT = 3  # the batch of the first epoch
 EXACT = 1e-12
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,8 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_hetero import LoadBalancedStrategy
-from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Count, Limits, Outcome, Wall, fitted
-from tests.ranks.exact_models import Manual, SumLoss, Tokens, TwoHeads, sequences, tokens_of
+from tests.ranks.balanced.memory_kit import (
+    BATCH,
+    EPOCHS,
+    EXACT,
+    SAMPLES,
+    Count,
+    Limits,
+    Outcome,
+    Wall,
+    few_sequences,
+    fitted,
+)
+from tests.ranks.exact_models import Manual, SumLoss, Tokens, TwoHeads, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
 
@@ -24,10 +36,16 @@ def job(
 ) -> Outcome:
     module = make()
     wall = Wall(module, where, limits.get(rank))
-    data = sequences() if isinstance(module, Tokens) else None
+    data = few_sequences() if isinstance(module, Tokens) else None
     fit, samples, told = fitted(rank, world, module, balanced(**args), data, **trainer)
     logged = {k: float(v) for k, v in fit.callback_metrics.items()}
     return weights(module), samples, wall.failures, told, logged
+
+
+@cache
+def with_memory(job: Any, *args: Any) -> list[Any]:
+    """What several tests compare with: the same job where memory never ends."""
+    return run_ranks(2, job, *args, None)
 
 
 class Twice(Toy):
@@ -107,7 +125,7 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     make, where, limits, args, trainer = CASES[name]
     outcomes = run_ranks(2, job, make, where, limits, args, trainer)
     expected = make(2) if make is SumLoss else make()
-    data = sequences() if make is Tokens else regression(SAMPLES)
+    data = few_sequences() if make is Tokens else regression(SAMPLES)
     single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
     for rank, (trained, samples, failures, told, _) in enumerate(outcomes):
         assert trained.distance(weights(expected)) <= EXACT
@@ -120,6 +138,8 @@ def test_weights_are_those_of_one_process(name: str) -> None:
 
 
 # ---- without an argument --------------------------------------------------------------------------------------
+
+MEASURED = 136  # samples of runs whose shares come from measured speeds
 
 
 class Outside(Toy):
@@ -136,14 +156,14 @@ class Outside(Toy):
 def default_job(rank: int, world: int) -> tuple[Weights, tuple[int, ...], list[int], int, list[str]]:
     module = Outside()
     strategy = LoadBalancedStrategy()
-    _, samples, told = fitted(rank, world, module, strategy)
+    _, samples, told = fitted(rank, world, module, strategy, regression(MEASURED))
     return weights(module), strategy.shares, samples, len(module.seen), told
 
 
 def test_by_default_a_rank_gets_what_it_holds_from_the_next_batches_on() -> None:
     outcomes = run_ranks(2, default_job)
     expected = Outside()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    single(expected, regression(MEASURED), BATCH, max_epochs=EPOCHS)
     for trained, shares, *_ in outcomes:
         assert trained.distance(weights(expected)) <= EXACT
         assert 1 <= shares[1] <= 6 and sum(shares) == BATCH  # 6 fails: it may be the next to be tried
@@ -172,7 +192,7 @@ def equal_job(rank: int, world: int, where: str, limit: int | None) -> tuple[Wei
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_batches_that_are_not_divided_are_cut_where_they_do_not_fit(where: str) -> None:
-    short, enough = (run_ranks(2, equal_job, where, limit) for limit in (4, None))
+    short, enough = run_ranks(2, equal_job, where, 4), with_memory(equal_job, "forward")
     assert short[0][0].distance(enough[0][0]) <= EXACT and short[1][0].distance(enough[0][0]) <= EXACT
     assert [failures for _, failures, _ in short] == [0, 1] and len(short[1][2]) == 1
 
@@ -191,7 +211,7 @@ def test_pieces_that_are_planned(name: str) -> None:
     make, args, trainer = PLANNED[name]
     outcomes = run_ranks(2, job, make, "forward", {0: 3, 1: 3}, {**args, "max_samples": 3}, trainer)
     expected = make(2) if make is SumLoss else make()
-    data = sequences() if make is Tokens else regression(SAMPLES)
+    data = few_sequences() if make is Tokens else regression(SAMPLES)
     single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
     for trained, samples, failures, told, _ in outcomes:
         assert trained.distance(weights(expected)) <= EXACT
@@ -244,7 +264,7 @@ def logs_job(rank: int, world: int, where: str, limit: int | None) -> tuple[dict
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_logged_values_are_those_of_whole_batches(where: str) -> None:
-    short, enough = run_ranks(2, logs_job, where, 4), run_ranks(2, logs_job, where, None)
+    short, enough = run_ranks(2, logs_job, where, 4), with_memory(logs_job, "forward")
     assert short[1][2] and not enough[1][2]
     names = ["loss_step", "loss_epoch", "largest", "smallest", "total", "rows", "early"]
     for mine, theirs in zip(short, enough, strict=True):
@@ -305,8 +325,9 @@ def mixed_job(rank: int, world: int, precision: str, where: str, limit: int | No
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.short("forward-bf16-mixed", "backward-16-mixed")
 def test_mixed_precision(precision: str, where: str) -> None:
-    short, enough = (run_ranks(2, mixed_job, precision, where, limit)[0] for limit in (4, None))
+    short, enough = run_ranks(2, mixed_job, precision, where, 4)[0], with_memory(mixed_job, precision, "forward")[0]
     exact = Toy(torch.float32)
     single(exact, regression(SAMPLES, dtype=torch.float32), BATCH, max_epochs=EPOCHS)
     error = enough.distance(weights(exact))
@@ -319,21 +340,21 @@ def test_mixed_precision(precision: str, where: str) -> None:
 def resume_job(rank: int, world: int) -> tuple[Weights, list[int], int, int]:
     module = Toy()
     wall = Wall(module, "forward", {1: 5}.get(rank))
-    fit, _, _ = fitted(rank, world, module, balanced(policy=None))
+    fit, _, _ = fitted(rank, world, module, balanced(policy=None), regression(MEASURED))
     fit.save_checkpoint("half.ckpt")
     first, wall.failures = wall.failures, 0
     module, strategy = Toy(), balanced(policy=None)
     wall = Wall(module, "forward", {1: 5}.get(rank))
     count = Count()
     second = rank_trainer(rank, world, strategy, callbacks=[count], max_epochs=2)
-    second.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH // world, shuffle=True), ckpt_path="half.ckpt")
+    second.fit(module, DataLoader(regression(MEASURED), batch_size=BATCH // world, shuffle=True), ckpt_path="half.ckpt")
     return weights(module), count.samples, first, wall.failures
 
 
 def test_a_resumed_run_knows_what_its_ranks_hold() -> None:
     outcomes = run_ranks(2, resume_job)
     expected = Toy()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=2)
+    single(expected, regression(MEASURED), BATCH, max_epochs=2)
     assert all(trained.distance(weights(expected)) <= EXACT for trained, *_ in outcomes)
     _, samples, first, again = outcomes[1]
     assert first >= 1 and again <= 1

@@ -47,7 +47,7 @@ def saving_job(rank: int, world: int, folder: str) -> list[Result]:
     per_device = BATCH // world
     steps = ModelCheckpoint(f"{folder}/steps", filename="{step}", every_n_train_steps=4, save_top_k=-1)
     saver = Saver(f"{folder}/plain", [(0, 0), (1, 2), (1, PER_EPOCH - 1)])
-    loaders = (loader(per_device, workers=2 if world == 2 else 0), loader(10))
+    loaders = (loader(per_device, workers=2 if world == 2 else 0), loader(10, samples=40))
     options = {"val_check_interval": 2, "enable_checkpointing": True, "callbacks": [steps, saver]}
     runs.append(fit(rank, world, balanced(), loaders, **options))
 
@@ -70,7 +70,7 @@ def resuming_job(rank: int, world: int, plan: Sequence[dict[str, Any]]) -> list[
         options = {"accumulate_grad_batches": one.get("accumulate", 1), **one.get("trainer", {})}
         loaders = loader(one["batch_size"], one.get("workers", 0))
         if "val_check_interval" in options:
-            loaders = (loaders, loader(10))
+            loaders = (loaders, loader(10, samples=40))
         runs.append(fit(rank, world, balanced(**kwargs), loaders, ckpt=one["ckpt"], **options))
     return runs
 
@@ -256,10 +256,10 @@ class Given(BalancePolicy):
 def learned_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
     policies = [Given(), Given(), Given(predictor="ewma"), Given()]
     saver = Saver(folder, [(1, 2)])
-    fit(rank, world, balanced(policy=policies[0]), loader(BATCH // 2), callbacks=[saver])
+    fit(rank, world, balanced(policy=policies[0]), loader(BATCH // 2), callbacks=[saver], max_steps=9)
     for policy, rebalance in zip(policies[1:], (True, True, False), strict=True):
         strategy = balanced(policy=policy, rebalance=rebalance)
-        fit(rank, world, strategy, loader(BATCH // 2), ckpt=f"{folder}/batch-1-2.ckpt")
+        fit(rank, world, strategy, loader(BATCH // 2), ckpt=f"{folder}/batch-1-2.ckpt", max_steps=10)
     return [policy.first for policy in policies]
 
 
@@ -274,7 +274,8 @@ def known_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
 
     def then(*, predictor: Any = "kalman", rebalance: bool = True, **options: Any) -> None:
         policy = Given(predictor=predictor)
-        fit(rank, world, balanced(policy=policy, rebalance=rebalance), loader(BATCH // 2), **options)
+        strategy = balanced(policy=policy, rebalance=rebalance)
+        fit(rank, world, strategy, loader(BATCH // 2), max_steps=PER_EPOCH, **options)
         first.append(policy.first)
 
     with patch.dict("os.environ", LIGHTNING_HETERO_CACHE=folder):
@@ -305,7 +306,7 @@ def test_a_folder_that_cannot_be_written_changes_nothing() -> None:
 def learned_twice(rank: int, world: int) -> list[tuple[int, ...]]:
     policies = [Given(), Given()]
     for policy in policies:
-        fit(rank, world, balanced(policy=policy), loader(BATCH // 2))
+        fit(rank, world, balanced(policy=policy), loader(BATCH // 2), max_steps=PER_EPOCH)
     return [policy.first for policy in policies]
 
 

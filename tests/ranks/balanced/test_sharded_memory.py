@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero import ShardedBalancedStrategy
-from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Limits, Outcome, Wall, fitted
+from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Limits, Outcome, Wall, few_sequences, fitted
 from tests.ranks.balanced.sharded_kit import goes_on_without_memory
-from tests.ranks.exact_models import PoisonedDummy, Tokens, sequences, tokens_of
+from tests.ranks.exact_models import PoisonedDummy, Tokens, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, regression, single
 
@@ -129,7 +130,7 @@ def job(
 ) -> Outcome:
     module = make()
     wall = Wall(module, where, limits.get(rank))
-    data = sequences() if isinstance(module, Tokens) else None
+    data = few_sequences() if isinstance(module, Tokens) else None
     fit, samples, told = fitted(rank, world, module, sharded(**args), data, **trainer)
     logged = {k: float(v) for k, v in fit.callback_metrics.items()}
     logged |= {f"step {i}": value for i, value in enumerate(getattr(module, "steps", ()))}
@@ -171,7 +172,7 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     world, make, where, limits, args, trainer = CASES[name]
     outcomes = run_ranks(world, job, make, where, limits, args, trainer)
     expected = make()
-    data = sequences() if issubclass(make, Tokens) else regression(SAMPLES)
+    data = few_sequences() if issubclass(make, Tokens) else regression(SAMPLES)
     single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
     for rank, (trained, samples, failures, told, _) in enumerate(outcomes):
         assert trained.distance(whole(expected)) <= EXACT
@@ -180,9 +181,14 @@ def test_weights_are_those_of_one_process(name: str) -> None:
         assert not failures or (max(samples) > limits[rank] and failures <= 4), "it knows what does not fit"
 
 
+@cache
+def logged_with_memory() -> list[Outcome]:
+    return run_ranks(2, job, Logs, "forward", {}, {}, {})
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_logged_values_are_those_of_whole_batches(where: str) -> None:
-    short, enough = (run_ranks(2, job, Logs, where, limits, {}, {}) for limits in ({1: 4}, {}))
+    short, enough = run_ranks(2, job, Logs, where, {1: 4}, {}, {}), logged_with_memory()
     assert short[1][2] and not enough[1][2]
     for mine, theirs in zip(short, enough, strict=True):
         assert mine[4] == pytest.approx(theirs[4], rel=1e-12)

@@ -192,14 +192,14 @@ class ByHand(models.Parts, models.Plain):
 
 
 AUTO = {"shard": "auto"}
-short = partial(Program, samples=136)
-FINDER = partial(LearningRateFinder, num_training_steps=8, update_attr=False)
+short = partial(Program, samples=88)  # five full batches and a half, twice
+FINDER = partial(LearningRateFinder, num_training_steps=5, update_attr=False)
 SCHEDULED = partial(GradientAccumulationScheduler, {0: 1, 1: 2})
 PROGRAMS: dict[str, Program] = {
     "reads": short(Reads, callbacks=[Averages]),
     "overridden": short(Overridden, val=True, callbacks=[SCHEDULED, partial(EarlyStopping, "val")]),
     "gathers": short(Gathers, AUTO, {"num_sanity_val_steps": 2, "detect_anomaly": True}),
-    "accumulates": short(Accumulates),
+    "accumulates": Program(Accumulates, samples=96),  # no part of one sample, which has no halves
     "hooked": short(Hooked, callbacks=[Thaws]),
     "method": short(Method, AUTO, {"gradient_clip_val": 0.05}),
     "in turns": short(InTurns, AUTO),

@@ -20,7 +20,6 @@ from tests.ranks.data.indexed import EXACT, Fit, Looking, Noting, Other, by_name
 from tests.ranks.data.own_streams import (
     APART,
     BATCH,
-    LENGTHS,
     WORLD,
     Going,
     Iterating,
@@ -28,8 +27,10 @@ from tests.ranks.data.own_streams import (
     Streaming,
     WrongLength,
     alone,
-    loader,
 )  # fmt: skip
+from tests.ranks.data.own_streams import FEWER as LENGTHS
+from tests.ranks.data.own_streams import LENGTHS as MORE
+from tests.ranks.data.own_streams import of_fewer as loader
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced, rank_trainer, weights
 
@@ -116,7 +117,7 @@ def sharded_fit(rank: int, world: int) -> Fit:
 
     module = Seen()
     trainer = rank_trainer(rank, world, sharded(shard="auto", **Finite), max_epochs=1)
-    trainer.fit(module, loader(rank))
+    trainer.fit(module, loader(rank, MORE))
     return Fit(seen, whole_weights(module), trainer.global_step, {"epochs": [0] * len(seen), "means": []})
 
 
@@ -135,7 +136,7 @@ def runs(rank: int, world: int) -> dict[str, Fit]:
         "empty": run(loader(rank, (17, 0, 9)), accumulate_grad_batches=2),
         "lazy": run(loader(rank, make=WrongLength), strategy={"min_samples": 0, "global_batch_size": 10}),
         "looked at": run(loader(rank), callbacks=[Looking(3)]),
-        "limited": run(loader(rank, make=Going), limit_train_batches=3),
+        "limited": run(loader(rank, MORE, make=Going), limit_train_batches=3),
         "dropped": run(loader(rank, drop_last=True)),
         "normed": run(loader(rank, (14, 29, 7)), Normed),
         "twice": twice(rank, world),
@@ -185,7 +186,7 @@ def test_weights_are_those_of_one_process_over_the_union(name: str) -> None:
 @pytest.mark.parametrize("name", [*WHOLE, "normed"])
 def test_each_sample_is_trained_once_per_epoch_in_its_streams_order(name: str) -> None:
     ranks = all_runs()[name]
-    lengths = {"empty": (17, 0, 9), "normed": (14, 29, 7)}.get(name, LENGTHS)
+    lengths = {"empty": (17, 0, 9), "normed": (14, 29, 7), "sharded": MORE}.get(name, LENGTHS)
     full = 10 if name == "lazy" else WORLD * BATCH
     assert len(by_epoch(ranks)) == (1 if name == "sharded" else EPOCHS)
     for epoch in by_epoch(ranks):
@@ -248,7 +249,7 @@ class Saves(Callback):
             trainer.save_checkpoint("before.ckpt")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) in ((1, 2), (1, 7)):
+        if (trainer.current_epoch, batch_idx) in ((1, 2), (1, 4)):
             trainer.save_checkpoint(f"behind-{batch_idx}.ckpt")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -256,7 +257,7 @@ class Saves(Callback):
             trainer.save_checkpoint("epoch.ckpt")
 
 
-SAVED = {"behind-2": 3, "behind-7": 8, "before": 3, "epoch": None}
+SAVED = {"behind-2": 3, "behind-4": 5, "before": 3, "epoch": None}
 
 
 def resumed(rank: int, world: int) -> tuple[dict[str, Fit], str]:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_hetero.base.checks import naming_damage
 from lightning_hetero.lightning_compat.strategies import read_folder, written_last
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import rank_trainer
+from tests.ranks.kit import Weights, rank_trainer
 from tests.ranks.resume_kit import BATCH, Fault, loader
 from tests.ranks.sharded.checkpoint_kit import SAMPLES, Sharded, strategy, whole
 
@@ -86,18 +87,26 @@ def kept(rank: int, world: int, name: str) -> dict[str, Any]:
     trains.validate(fresh := Checked(), loader(8, samples=16), ckpt_path=f"{name}/last.ckpt", verbose=False)
     found["written over"] = whole(fresh)
     found["fresh"] = whole(trained(rank, world, name, Checked(), "before.ckpt", 2)[1])
-    found["twice"] = whole(trained(rank, world, name, Checked(), None, 2)[1])
     return found
+
+
+def uninterrupted(rank: int, world: int) -> Weights:
+    return whole(trained(rank, world, "whole", Checked(), None, 2)[1])
+
+
+@cache
+def twice() -> list[Weights]:
+    return run_ranks(2, uninterrupted)
 
 
 @pytest.mark.parametrize("name", ["folder", "whole"])
 def test_the_trainer_keeps_links_and_finds_them(name: str) -> None:
-    for found in run_ranks(2, kept, name):
+    for found, expected in zip(run_ranks(2, kept, name), twice(), strict=True):
         assert found["files"] == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
         assert found["validated"] == found["before"]
         assert found["last"] == 0.0 < found["other"]
         for how in ("resumed", "written over", "fresh"):
-            assert found[how].distance(found["twice"]) <= 1e-12, how
+            assert found[how].distance(expected) <= 1e-12, how
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------------
@@ -168,7 +177,7 @@ def test_a_damaged_folder_is_named(good: Path, tmp_path: Path, how: str, words: 
             run_ranks(2, trained, "folder", Checked(), str(path))
 
 
-def interrupted(rank: int, world: int) -> tuple[list[str], Any]:
+def interrupted(rank: int, world: int) -> tuple[list[str], Weights]:
     """Ranks that all raise between two steps save; those that raise in a step do not."""
     said = []
     for name, raises_at, extra in (("between", -1, [Fault(0, 2, after=False)]), ("inside", 3, [])):
@@ -181,13 +190,13 @@ def interrupted(rank: int, world: int) -> tuple[list[str], Any]:
         said += [str(warning.message) for warning in found if "no checkpoint is written" in str(warning.message)]
     torch.distributed.barrier()
     assert not Path("inside.ckpt").exists()
-    _, resumed = trained(rank, world, "folder", Checked(), "between.ckpt")
-    return said, whole(resumed).distance(whole(trained(rank, world, "folder", Checked())[1]))
+    _, resumed = trained(rank, world, "folder", Checked(), "between.ckpt", 2)
+    return said, whole(resumed)
 
 
 def test_after_an_exception_all_ranks_save_or_none() -> None:
-    for rank, (said, distance) in enumerate(run_ranks(2, interrupted)):
-        assert distance <= 1e-12
+    for rank, ((said, resumed), expected) in enumerate(zip(run_ranks(2, interrupted), twice(), strict=True)):
+        assert resumed.distance(expected) <= 1e-12
         assert len(said) == (rank == 0) and all("in a step" in words for words in said), said
 
 

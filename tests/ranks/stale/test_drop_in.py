@@ -34,7 +34,7 @@ from tests.ranks.stale.models import Norm
 pytestmark = pytest.mark.ranks
 
 EXACT = 1e-12
-SAMPLES, BATCH = 48, 2  # per device: twelve batches of four
+SAMPLES, BATCH = 32, 2  # per device: eight batches of four
 Facts = dict[str, Any]
 
 
@@ -169,7 +169,7 @@ class Case:
 
 
 def checkpoints() -> list[Callback]:
-    return [ModelCheckpoint(Path("saved"), filename="{step}", every_n_train_steps=4, save_top_k=-1)]
+    return [ModelCheckpoint(Path("saved"), filename="{step}", every_n_train_steps=2, save_top_k=-1)]
 
 
 UNDECIDED: dict[str, Any] = {"early_stop_threshold": None, "update_attr": False}
@@ -190,9 +190,9 @@ CASES: dict[str, Case] = {
         Counting, {"max_epochs": 3}, lambda: [GradientAccumulationScheduler({0: 5, 1: 1, 2: 3})]
     ),
     "averages with BatchNorm": Case(
-        Normed, {"max_epochs": 4}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)], late=None
+        Normed, {"max_epochs": 3}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)], late=None
     ),
-    "finder": Case(Counting, callbacks=lambda: [LearningRateFinder(num_training_steps=9, **UNDECIDED)]),
+    "finder": Case(Counting, callbacks=lambda: [LearningRateFinder(num_training_steps=6, **UNDECIDED)]),
     "finder restarts": Case(
         Counting, {"max_epochs": 3}, lambda: [Restarting(num_training_steps=5, **UNDECIDED)], trace=False
     ),

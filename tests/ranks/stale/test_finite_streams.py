@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Saps
 from tests.ranks.data.indexed import EXACT, Looking, by_name, indexed
-from tests.ranks.data.own_streams import APART, BATCH, LENGTHS, WORLD, Iterating, Own, Streaming, alone, loader
+from tests.ranks.data.own_streams import APART, BATCH, WORLD, Iterating, Own, Streaming, alone
+from tests.ranks.data.own_streams import FEWER as LENGTHS
+from tests.ranks.data.own_streams import LENGTHS as MORE
+from tests.ranks.data.own_streams import of_fewer as loader
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer, stale, weights
 from tests.ranks.stale.fits import Late, Noting, Seen, check_once, fit, ticks
@@ -78,7 +81,7 @@ def runs(rank: int, world: int, part: str) -> dict[str, Seen]:
             "limited": run(loader(rank), limit_train_batches=3),
             "dropped": run(loader(rank, drop_last=True)),
             "whole": run(loader(rank, (20, 16, 12), drop_last=True)),
-            "stopped": run(loader(rank), max_steps=5),
+            "stopped": run(loader(rank), max_steps=4),
         }
     return {
         "plain": run(loader(rank), Validated, val_check_interval=3),
@@ -150,7 +153,7 @@ def test_each_sample_is_trained_once_per_epoch(name: str) -> None:
 
 def test_behind_a_barrier_global_batches_are_whole_but_for_the_last() -> None:
     for epoch in by_epoch(ran("plain")):
-        assert [len(step) for (step,) in epoch] == [FULL] * 8
+        assert [len(step) for (step,) in epoch] == [FULL] * 5
     for epoch in by_epoch(ran("empty")):
         assert [len(step) for (step,) in epoch] == [FULL, FULL, 2]
 
@@ -160,7 +163,7 @@ def test_what_was_pushed_in_vain_is_trained_again() -> None:
     assert ranks[0].counts[-1][1] > 0  # discarded
 
 
-@pytest.mark.parametrize(("name", "steps"), [("limited", 3), ("dropped", 8), ("stopped", 5)])
+@pytest.mark.parametrize(("name", "steps"), [("limited", 3), ("dropped", 5), ("stopped", 4)])
 def test_what_is_left_out_is_the_end(name: str, steps: int) -> None:
     for epoch in by_epoch(ran(name)):
         assert [len(step) for (step,) in epoch] == [FULL] * steps
@@ -175,7 +178,7 @@ def test_what_is_left_out_is_the_end(name: str, steps: int) -> None:
 
 class Saves(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) in ((1, 2), (1, 6)):
+        if (trainer.current_epoch, batch_idx) in ((1, 2), (1, 3)):
             trainer.save_checkpoint(f"behind-{batch_idx}.ckpt")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -183,7 +186,7 @@ class Saves(Callback):
             trainer.save_checkpoint("epoch.ckpt")
 
 
-SAVED = {"behind-2": 3, "behind-6": 7, "epoch": 0}
+SAVED = {"behind-2": 3, "behind-3": 4, "epoch": 0}
 
 
 def resumed(rank: int, world: int) -> tuple[dict[str, Seen], str]:
@@ -263,7 +266,7 @@ def ends(rank: int, world: int) -> dict[str, str]:
         return "accepted"
 
     def failing(samples: int) -> Any:
-        return DataLoader(Own(rank, LENGTHS[rank], fails=samples if rank == 1 else None), batch_size=BATCH)
+        return DataLoader(Own(rank, MORE[rank], fails=samples if rank == 1 else None), batch_size=BATCH)
 
     return {
         "unsaid": said(loader(rank), None),

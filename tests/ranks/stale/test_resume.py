@@ -76,7 +76,7 @@ def saving_job(rank: int, world: int, folder: str) -> list[Result]:
         save_last=True,
     )  # fmt: skip
     saver = Saver(f"{folder}/plain", [(0, 0), (1, 2), (1, PER_EPOCH - 1)])
-    loaders = (loader(per_device), loader(10))
+    loaders = (loader(per_device), loader(10, samples=20))
     options = {"val_check_interval": 2, "enable_checkpointing": True, "callbacks": [steps, saver]}
     runs = [train(rank, world, bsp(), loaders, **options)]
     saver = Saver(f"{folder}/accumulate", [(1, 1), (2, 3)])
@@ -130,7 +130,7 @@ def resuming_job(
     for name, _, options in cases:
         loaders: Any = loader(BATCH // 2)
         if "val_check_interval" in options:
-            loaders = (loaders, loader(10))
+            loaders = (loaders, loader(10, samples=20))
         runs.append(train(rank, world, bsp(), loaders, ckpt=f"{folder}/{name}", **options))
     return runs
 
@@ -149,7 +149,7 @@ def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
 
 
 def stock_job(rank: int, world: int, folder: str) -> None:
-    loaders = (loader(BATCH // world, samples=96), loader(10))
+    loaders = (loader(BATCH // world, samples=96), loader(10, samples=20))
     saver = Saver(folder, [(1, 2)])
     train(
         rank,
