@@ -99,7 +99,12 @@ def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str
 @pytest.mark.parametrize(
     ("file", "planted", "where"),
     [
-        ("stale/decide/intervals.py", "from lightning_hetero.stale.decide import ledger", "stale.decide"),
+        pytest.param(
+            "stale/decide/intervals.py",
+            "from lightning_hetero.stale.decide import ledger",
+            "stale.decide",
+            marks=pytest.mark.long,
+        ),
         (
             "stale/decide/intervals.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_hetero.stale.decide import ledger",

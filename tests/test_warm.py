@@ -135,9 +135,13 @@ def test_what_multiprocessing_spawns_is_warm(tmp_path: Path) -> None:
 
 
 def test_unused_spare_processes_end_with_their_script(tmp_path: Path) -> None:
+    def same() -> set[psutil.Process]:
+        return {p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == server.cmdline()}
+
+    assert warm.run(["-c", "1"], tmp_path, os.environ, 60.0).returncode == 0
+    (server,) = map(psutil.Process, warm.pids())
+    before = same()  # the server of the ranks, and these, among them
     (tmp_path / "script.py").write_text("import os; os.kill(os.getpid(), 9)")
     assert warm.run(["script.py"], tmp_path, os.environ, 60.0).returncode == -signal.SIGKILL
-    (server,) = map(psutil.Process, warm.pids())
-    same = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == server.cmdline()]
-    _, alive = psutil.wait_procs([p for p in same if p.pid != server.pid], timeout=10.0)
+    _, alive = psutil.wait_procs(same() - before, timeout=10.0)
     assert not alive

@@ -1,27 +1,24 @@
-"""The benchmarks' one command, in its quick form: a smoke test."""
+"""The benchmarks' one command, in its quick form: smoke tests, with ``--long``."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.programs import ROOT, run
 
 
 def quick(*names: str, limit_s: float) -> str:
     """Runs the command from the checkout's root and returns what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", *names], cwd=ROOT, capture_output=True, text=True,
-        timeout=limit_s,
-    )  # fmt: skip
+    done = run(["-m", "benchmarks", "--quick", *names], ROOT, timeout_s=limit_s)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
 
+@pytest.mark.long
 def test_one_benchmark_runs_and_leaves_what_is_committed_alone() -> None:
     committed = (ROOT / "benchmarks" / "faults" / "results.json").read_bytes()
     said = quick("faults", limit_s=300.0)

@@ -121,14 +121,14 @@ if __name__ == "__main__":
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Cold: new Pythons throughout.
 WAYS: dict[str, list[str]] = {
-    **{s: [s] for s in ("hetero_balanced", "hetero_balanced_fork", "hetero_balanced_forkserver", "object_spawn")},
-    "cold torchrun": ["object"], "cold spawn": ["object_spawn"],
+    **{s: [s] for s in ("hetero_balanced_fork", "hetero_balanced_forkserver", "object_spawn")},
+    "cold": ["hetero_balanced"], "cold torchrun": ["object"], "cold spawn": ["object_spawn"],
 }  # fmt: skip
 FAULTS = [
     ("object", 1, "kill"), ("object", 0, "kill"), ("object", 1, "exception"), ("object", 0, "exception"),
     ("object_spawn", 1, "exception"),
 ]  # fmt: skip
-LONG = ("hetero_balanced_forkserver", "cold spawn", ("object", 0, "exception"))
+LONG = ("hetero_balanced_forkserver", "cold torchrun", "cold spawn", ("object", 0, "exception"))
 
 Runs = dict[Any, tuple[Path, Future[subprocess.CompletedProcess[str]]]]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.programs import run
+
 PROGRAM = """
-import gc
-gc.disable()  # imports make no garbage, and are a fifth faster
 import warnings
 warnings.simplefilter("ignore")
 import lightning_hetero  # sorted by name, so it comes first
@@ -33,10 +31,8 @@ trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 8), 4))
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="not installed")
 def test_the_other_package_is_told_of_in_our_words_and_our_callbacks_work_there(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    program = f"import sys\nsys.path.insert(0, {str(root)!r}){PROGRAM}"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run(["program.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     name, spawned, given = done.stdout.splitlines()
     assert name == spawned and "Import lightning.pytorch instead of pytorch_lightning" in name

@@ -5,8 +5,8 @@
             ──release──►        destroy_process_group, restore environment and folder
             ◄──done───
 
-The first call of a session starts a fork server that has imported torch and Lightning (seconds); every pool
-after it costs a fork, every job milliseconds. No ports are chosen: the ranks meet in a file. A rank that does
+The first call of a session starts a fork server, itself a fork of `tests.warm`'s Python, which imports torch and
+Lightning first (seconds); every pool after it costs a fork, every job milliseconds. No ports are chosen: the ranks meet in a file. A rank that does
 not finish in time is killed with its whole pool, and the next call starts a new one.
 
 The environment of the test process does not reach the ranks: set variables inside the function.
@@ -26,13 +26,16 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable
 from multiprocessing import forkserver
+from multiprocessing import util as mp_util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import psutil
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
+from tests import warm
 from tests.ranks.rank_process import SHOW_STACK, Job, Outcome, serve
 
 T = TypeVar("T")
@@ -274,15 +277,12 @@ def process_context() -> Any:
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    before = os.environ.get("PYTHONPATH")  # a fork server learns its search path in no other way
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    server = vars(forkserver)["_forkserver"]  # not in typeshed
+    if server._forkserver_pid is None:
+        context.set_forkserver_preload(["tests.preload"])
+        with mock.patch.object(mp_util, "spawnv_passfds", warm.spawn):
+            forkserver.ensure_running()
+        server.ensure_running = lambda: None  # which waits for a child; this is a child of the warm Python
     return context
 
 

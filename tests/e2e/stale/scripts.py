@@ -133,7 +133,7 @@ class Report(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.batches.append([time.time(), trainer.global_step])
-        self.shares_memory |= "/memfd:lightning-hetero" in Path("/proc/self/maps").read_text()
+        self.shares_memory = self.shares_memory or "/memfd:lightning-hetero" in Path("/proc/self/maps").read_text()
 
     def on_train_end(self, trainer, module):
         assert self.shares_memory == (ASKED["transport"] == "auto")
@@ -274,7 +274,8 @@ def start_rank(
     its = environ(
         LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), NODE_RANK="0"
     )
-    return _start(folder, command, its, output, cold=False)
+    with output.open("a") as said:
+        return warm.start(command, folder, its, said.fileno(), said.fileno(), spares=0)
 
 
 def _start(folder: Path, command: Sequence[str], its: dict[str, str], output: Path, *, cold: bool) -> Process:

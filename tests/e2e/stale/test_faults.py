@@ -36,7 +36,7 @@ def seconds_after(folder: Path, ended: Ended) -> float:
     ("fault", "start"),
     [("kill", "popen"), ("kill", "fork"), ("kill while writing", "fork"), ("kill in validation", "fork")],
 )
-@pytest.mark.short("kill-fork", "kill in validation-fork")
+@pytest.mark.short("kill in validation-fork")
 def test_the_others_go_on(tmp_path: Path, fault: str, start: str) -> None:
     batch = random.Random(start).randrange(8)
     ended = launch(tmp_path, start=start, fault=[fault, 1], at=[1, batch])
