@@ -12,7 +12,6 @@ from __future__ import annotations
 import fnmatch
 import gc
 import os
-import random
 import signal
 import socket
 import stat
@@ -23,10 +22,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+
+from tests.seeds import seed_all
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GRACE_S = 3.0  # what is on its way out gets this long
@@ -194,9 +194,7 @@ def process_state() -> Iterator[None]:
     """Seeds every global generator, sets one thread and rank 0; puts back signal handlers and torch modes."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    random.seed(0)
-    np.random.seed(0)
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)  # a stack per device
+    seed_all()
     torch.set_num_threads(1)
     rank_zero_only.rank = 0  # pyright: ignore[reportFunctionMemberAccess]
     handlers = {number: signal.getsignal(number) for number in _handled_signals()}

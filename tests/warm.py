@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_POLL_S = 0.01, 0.05  # at first, later
+_POLL_S = 0.02
 _SPARES = 3  # as many as one program starts at a time
 _MOST_FILES = 64
 _ABOVE = 512  # numbers of files that nobody uses
@@ -76,12 +76,10 @@ class WarmProcess:
 
 def _wait(process: WarmProcess | subprocess.Popen[bytes], timeout: float | None) -> int:
     deadline = None if timeout is None else time.monotonic() + timeout
-    pause_s, longest_s = _POLL_S
     while (code := process.poll()) is None:
         if deadline is not None and time.monotonic() >= deadline:
             raise subprocess.TimeoutExpired(f"warm process {process.pid}", timeout or 0.0)
-        time.sleep(pause_s)
-        pause_s = min(1.2 * pause_s, longest_s)
+        time.sleep(_POLL_S)
     return code
 
 

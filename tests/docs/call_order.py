@@ -125,8 +125,8 @@ class Recorder(Callback):
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
             self.batches[-1].setdefault(f"{Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()}:{name}")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int) -> None:
-        if i >= STEADY:
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] >= STEADY:
             self.batches.append({})
             sys.setprofile(self._profile)
 

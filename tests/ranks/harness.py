@@ -5,9 +5,9 @@
             ──release──►        destroy_process_group, restore environment and folder
             ◄──done───
 
-The first call of a session starts a fork server, itself a fork of `tests.warm`'s Python, which imports torch and
-Lightning first (seconds); every pool after it costs a fork, every job milliseconds. No ports are chosen: the ranks meet in a file. A rank that does
-not finish in time is killed with its whole pool, and the next call starts a new one.
+The first call of a session starts a fork server, itself a fork of the Python of `tests.warm`, which imports torch and
+Lightning first (seconds); every pool after it costs a fork, every job milliseconds. No ports are chosen: the ranks
+meet in a file. A rank that does not finish in time is killed with its whole pool, and the next call starts a new one.
 
 The environment of the test process does not reach the ranks: set variables inside the function.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing as mp
-import os
 import pickle
 import shutil
 import subprocess

@@ -7,7 +7,6 @@ import faulthandler
 import math
 import os
 import pickle
-import random
 import signal
 import sys
 import tempfile
@@ -22,12 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.garbage import search_rarely
+from tests.seeds import seed_all
 
 # What launchers set; inherited from outside, it would tell Lightning a rank that is not ours.
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_", "PL_", "MASTER_")
@@ -145,9 +144,7 @@ def in_its_folder(rank: int, world_size: int, job: Job) -> Iterator[None]:
     work = Path(job.folder, "work")
     work.mkdir(exist_ok=True)
     os.chdir(work)
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_all()
     torch.set_default_dtype(torch.float32)
     rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
     yield
