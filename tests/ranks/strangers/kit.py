@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from tests.ranks.harness import run_ranks
@@ -56,10 +56,19 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's parameters and buffers."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def off(own: dict[str, Tensor], oracle: nn.Module) -> float:
+    """Largest difference between `weights` and those of a module."""
+    return max(float((own[name] - value).abs().max()) for name, value in oracle.state_dict().items())
+
+
 def difference(module: nn.Module, oracle: nn.Module) -> float:
     """Largest difference between two modules' parameters and buffers."""
-    own, want = module.state_dict(), oracle.state_dict()
-    return max(float((own[name] - value).abs().max()) for name, value in want.items())
+    return off(weights(module), oracle)
 
 
 def ends(situation: Callable[..., Any], engine: str, *args: Any, ranks: int = 2, timeout_s: float = 60.0) -> list[Any]:

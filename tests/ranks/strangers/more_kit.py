@@ -1,11 +1,12 @@
 """A small regression that each engine and one process train alike, and how what they end with is compared.
 
 A situation returns facts, a dictionary of numbers, tensors, lists of them and texts. `right` runs it in one process
-for the oracle, then on two ranks, and names each fact that differs on a rank.
+for the oracle, and on two ranks, and names each fact that differs on a rank.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from tests.ranks.kit import rank_trainer
-from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages
+from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages, weights
 
 BATCH = 16  # of all ranks
 DIVIDED: dict[str, dict[str, Any]] = {
     "balanced": UNEVEN,
     "stale": {"policy": "bsp"},  # exact: which rank is in time does not matter
-    "pipeline": {"backbone": "net", "plan": two_stages(0, 2, 5)},
+    "pipeline": {"backbone": "net", "plan": two_stages(0, 2, 5, micro_samples=8)},
 }
 OURS = ("hetero_", "not supported", "not possible", "use strategy", "in a pipeline", "is held by rank")
 
@@ -89,9 +90,8 @@ def unused(rank: int, world: int, engine: str, **kwargs: Any) -> Trainer:
     return trainer(rank, world, engine, options, **kwargs)
 
 
-def state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, as facts."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+state = weights
+"""Parameters and buffers, as facts."""
 
 
 def _apart(got: Any, want: Any, tolerance: float) -> str | None:
@@ -117,6 +117,14 @@ def _apart(got: Any, want: Any, tolerance: float) -> str | None:
     return None if got == want else f"{got} is not {want}"
 
 
+@functools.cache
+def _oracle(situation: Callable[..., Any], *args: Any) -> Any:
+    """What one process ends with; computed once for all engines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return situation(0, 1, "single", *args)
+
+
 def outcome(
     situation: Callable[..., Any],
     engine: str,
@@ -126,10 +134,8 @@ def outcome(
     timeout_s: float = 60.0,
 ) -> str:
     """What differs from one process with the whole batch, rank by rank; empty: nothing does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        want = situation(0, 1, "single", *args)
     ended = ends(situation, engine, *args, ranks=ranks, timeout_s=timeout_s)
+    want = _oracle(situation, *args)
     said = {rank: _apart(got, want, tolerance) for rank, got in enumerate(ended)}
     return "\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text)
 

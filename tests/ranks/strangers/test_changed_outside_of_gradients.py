@@ -263,6 +263,7 @@ def test_weights_that_are_set_in_a_batch_stay_set(how: str) -> None:
 
 @pytest.mark.stock_ddp("weights_set_batch", "stale", refused="the server has them")
 @pytest.mark.parametrize("how", ["manual", "forward", "hook", "data", "assigned", "another", "step"])
+@pytest.mark.short("manual", "forward", "hook", "assigned", "another")
 def test_weights_that_are_set_in_a_batch_are_refused(how: str) -> None:
     said = refusal(clamps, "stale", how)
     assert "net.0.weight" in said and "other than by an optimizer" in said and "hetero_balanced" in said

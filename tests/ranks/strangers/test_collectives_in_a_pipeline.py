@@ -85,13 +85,13 @@ def asking(rank: int, world: int, engine: str, plan: str, where: str, what: str)
         ("plan", "training_step", "all_gather"),
         ("measured", "training_step", "all_gather"),
         ("lone", "training_step", "all_reduce"),
-        ("measured", "training_step", "all_reduce"),
+        pytest.param("measured", "training_step", "all_reduce", marks=pytest.mark.long),
         ("plan", "training_step", "objects"),
         ("plan", "training_step", "barrier"),
         ("plan", "training_step", "broadcast"),
         ("plan", "training_step", "reduce"),
         ("plan", "validation_step", "all_gather"),
-        ("lone", "validation_step", "all_reduce"),
+        pytest.param("lone", "validation_step", "all_reduce", marks=pytest.mark.long),
     ],
 )
 def test_a_step_that_waits_for_other_ranks_is_refused_at_once(plan: str, where: str, what: str) -> None:

@@ -112,6 +112,7 @@ def validated(rank: int, world: int, engine: str, plan: str) -> Any:
 
 @pytest.mark.stock_ddp("kept_by_steps", "pipeline")
 @pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.short("led by rank 1", "measured")
 def test_evaluation_steps_leave_on_each_rank_what_they_do_under_ddp(plan: str) -> None:
     for rank, (found, first, mean) in enumerate(ends(validated, "pipeline", plan)):
         own = [*range(rank, N, 2), *range(rank, 16, 2)]
@@ -363,6 +364,7 @@ def searched(rank: int, world: int, engine: str, plan: str) -> Any:
 
 @pytest.mark.stock_ddp("LearningRateFinder", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "measured"])
+@pytest.mark.short("measured")
 def test_a_learning_rate_finder_among_the_callbacks(plan: str) -> None:
     (rate, steps), other = ends(searched, "pipeline", plan)
     assert (rate, steps) == other and steps == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import warnings
@@ -99,35 +100,37 @@ def limits(rank: int, world: int, engine: str) -> dict[str, Any]:
     fits.test(module, val(world), verbose=False)
     fits.predict(module, val(world))
     seldom = Everything()
-    fit(rank, world, engine, seldom, val=val(world), max_epochs=4, check_val_every_n_epoch=2)
+    fit(rank, world, engine, seldom, val=val(world, 16), max_epochs=2, check_val_every_n_epoch=2)
     return {
         **state(module), "rows": total(module.rows, world), "ended": [fits.global_step, fits.current_epoch],
         "validated": [module.validated_at, seldom.validated_at], "logged": logger.steps if rank == 0 else [1, 3, 5],
     }  # fmt: skip
 
 
-def small_runs(rank: int, world: int, engine: str) -> dict[str, Any]:
+RUNS: dict[str, dict[str, Any]] = {
+    "fast_dev_run": {"fast_dev_run": 2},
+    "overfit": {"overfit_batches": 1, "max_epochs": 2},
+    "barebones": {"barebones": True, "enable_progress_bar": None, "enable_model_summary": None},
+    "advanced": {"profiler": "advanced"},
+    "pytorch": {},
+    "careful": {"detect_anomaly": True, "inference_mode": False, "deterministic": "warn", "benchmark": False},
+}
+
+
+def small_run(rank: int, world: int, engine: str, name: str) -> dict[str, Any]:
     """fast_dev_run, overfit_batches, barebones, profilers, detect_anomaly, inference_mode=False, deterministic."""
-    told: dict[str, Any] = {}
-    folder = "profiles" if world > 1 else tempfile.mkdtemp()
-    runs: dict[str, dict[str, Any]] = {
-        "fast_dev_run": {"fast_dev_run": 2},
-        "overfit": {"overfit_batches": 2, "max_epochs": 2},
-        "barebones": {"barebones": True, "enable_progress_bar": None, "enable_model_summary": None},
-        "advanced": {"profiler": "advanced"},
-        "pytorch": {"profiler": PyTorchProfiler(folder, "profiled", export_to_chrome=False)},
-        "careful": {"detect_anomaly": True, "inference_mode": False, "deterministic": "warn", "benchmark": False},
-    }
-    for name, options in runs.items():
-        module = Everything()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loader = batches(numbers(64), world, **({"sampler": None} if name == "overfit" else {}))
-            fits = fit(rank, world, engine, module, loader, val(world), **options)
-        told[name] = [state(module), fits.global_step]
+    options = dict(RUNS[name])
+    if name == "pytorch":
+        folder = "profiles" if world > 1 else tempfile.mkdtemp()
+        options["profiler"] = PyTorchProfiler(folder, "profiled", export_to_chrome=False)
+    module = Everything()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = batches(numbers(48), world, **({"sampler": None} if name == "overfit" else {}))
+        fits = fit(rank, world, engine, module, loader, val(world, 16), **options)
     torch.use_deterministic_algorithms(False)
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    return told
+    return {**state(module), "step": fits.global_step}
 
 
 class Named(Everything):
@@ -138,14 +141,14 @@ class Named(Everything):
         self.save_hyperparameters()
 
     def train_dataloader(self) -> Any:
-        return batches(numbers(32 * (1 + self.current_epoch)), self.trainer.world_size)
+        return batches(numbers(16 * (1 + self.current_epoch)), self.trainer.world_size)
 
 
 def reloaded(rank: int, world: int, engine: str) -> dict[str, Any]:
     """reload_dataloaders_every_n_epochs with loaders that grow, and hyperparameters for the logger."""
     module, logger = Named(), Steps()
     fits = trainer(
-        rank, world, engine, DIVIDED, max_epochs=3, reload_dataloaders_every_n_epochs=1, logger=logger,
+        rank, world, engine, DIVIDED, max_epochs=2, reload_dataloaders_every_n_epochs=1, logger=logger,
         enable_autolog_hparams=True,
     )  # fmt: skip
     fits.fit(module)
@@ -181,7 +184,7 @@ def written(rank: int, world: int, engine: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fits = fit(
-            rank, world, engine, module, batches(numbers(64), world), val(world), max_epochs=2, log_every_n_steps=1,
+            rank, world, engine, module, batches(numbers(), world), val(world, 16), max_epochs=2, log_every_n_steps=1,
             default_root_dir=folder, enable_checkpointing=True, enable_progress_bar=True, enable_model_summary=True,
             logger=[CSVLogger(folder), TensorBoardLogger(folder)], profiler="simple",
             callbacks=[RichProgressBar(), RichModelSummary(), (clock := Timer(duration="00:00:10:00"))],
@@ -246,7 +249,7 @@ def saved(rank: int, world: int, engine: str) -> dict[str, Any]:
     )  # fmt: skip
     if world > 1:
         fits.strategy.checkpoint_io = io
-    fits.fit(module, batches(numbers(64), world), val(world))
+    fits.fit(module, batches(numbers(48), world), val(world, 16))
     io.teardown()
     names = sorted(os.listdir(folder))
     light = torch.load(folder / "weights-epoch=1.ckpt", weights_only=False)
@@ -285,7 +288,7 @@ class Data(LightningDataModule):
     trainer: Any
 
     def train_dataloader(self) -> Any:
-        return batches(numbers(64), self.trainer.world_size)
+        return batches(numbers(), self.trainer.world_size)
 
     def val_dataloader(self) -> Any:
         return val(self.trainer.world_size)
@@ -360,7 +363,8 @@ def raised(rank: int, world: int, engine: str) -> list[str]:
     told: list[str] = []
     for hook in ("on_fit_start", "on_train_batch_start", "on_validation_start", "on_train_end"):
         try:
-            fit(rank, world, engine, Everything(), val=val(world), callbacks=[Raises(hook)])
+            train = batches(numbers(16), world)
+            fit(rank, world, engine, Everything(), train, val(world, 16), callbacks=[Raises(hook)])
         except Exception as error:
             told.append(f"{type(error).__name__} {error.args}")
     return told
@@ -382,7 +386,7 @@ class StepsByHand(Everything):
 
 def steps_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = StepsByHand()
-    fits = fit(rank, world, engine, module, batches(numbers(128), world))
+    fits = fit(rank, world, engine, module, batches(numbers(48), world))
     return {**state(module), "step": fits.global_step}
 
 
@@ -403,7 +407,7 @@ class Plateau(Everything):
 
 def plateau(rank: int, world: int, engine: str, interval: str) -> dict[str, Any]:
     module = Plateau(interval)
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), val(world), max_epochs=3)
+    fits = fit(rank, world, engine, module, val=val(world), max_epochs=3)
     return {**state(module), "rate": fits.optimizers[0].param_groups[0]["lr"]}
 
 
@@ -416,7 +420,7 @@ class Stops(Everything):
 
 def stopped(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Stops()
-    fits = fit(rank, world, engine, module, batches(numbers(96), world), val(world), max_epochs=3)
+    fits = fit(rank, world, engine, module, batches(numbers(64), world), val(world, 16), max_epochs=3)
     return {**state(module), "step": fits.global_step, "validated": module.validated_at}
 
 
@@ -440,7 +444,7 @@ class Counts(Everything):
 
 def counted(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Counts()
-    fit(rank, world, engine, module, batches(numbers(96), world))
+    fit(rank, world, engine, module, batches(numbers(48), world))
     return {**state(module), "calls": module.calls, "drawn": total(module.drawn, world)}
 
 
@@ -476,8 +480,10 @@ def test_limits_and_intervals(engine: str) -> None:
 
 @pytest.mark.stock_ddp("fast_dev_run", "overfit_batches", "barebones", "deterministic", "profiler")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_small_and_careful_runs(engine: str) -> None:
-    right(small_runs, engine)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.short("pipeline", "fast_dev_run-stale", "overfit-stale", "barebones-stale", "pytorch", "careful")
+def test_small_and_careful_runs(name: str, engine: str) -> None:
+    right(small_run, engine, name)
 
 
 @pytest.mark.stock_ddp("reload_dataloaders", "enable_autolog_hparams")
@@ -510,9 +516,9 @@ def test_ways_to_save(engine: str) -> None:
     right(saved, engine)
 
 
-@pytest.fixture(scope="module")
-def calls_of_ddp() -> list[Any]:
-    return ends(hooked, "ddp")
+@functools.cache
+def by_ddp(situation: Any) -> list[Any]:
+    return ends(situation, "ddp")
 
 
 @pytest.mark.stock_ddp("hooks_setup", "hooks_train", "hooks_evaluation", "hooks_step", "callbacks")
@@ -522,8 +528,8 @@ def calls_of_ddp() -> list[Any]:
     "hooks_loaders", "pipeline", differs="`train_dataloader` is called once more in a fit, to plan"
 )  # fmt: skip
 @pytest.mark.parametrize("engine", ENGINES)
-def test_hooks_are_called_as_under_stock_ddp(calls_of_ddp: list[Any], engine: str) -> None:
-    for ours, stock in zip(ends(hooked, engine), calls_of_ddp, strict=True):
+def test_hooks_are_called_as_under_stock_ddp(engine: str) -> None:
+    for ours, stock in zip(ends(hooked, engine), by_ddp(hooked), strict=True):
         torch.testing.assert_close(ours["weights"], stock["weights"], rtol=0, atol=1e-12)
         seen = ("train_dataloader", *TRANSFER) if engine == "pipeline" else ()
         assert without(ours["data"], *seen) == without(stock["data"], *seen)
@@ -538,7 +544,7 @@ def test_hooks_are_called_as_under_stock_ddp(calls_of_ddp: list[Any], engine: st
 @pytest.mark.stock_ddp("BatchSizeFinder", "stale", "pipeline", refused="Lightning refuses it under DDP, too")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_exceptions_reach_the_caller(engine: str) -> None:
-    assert ends(raised, engine) == ends(raised, "ddp")
+    assert ends(raised, engine) == by_ddp(raised)
 
 
 @pytest.mark.stock_ddp("hooks_step", "epoch_ended")
@@ -557,6 +563,7 @@ def test_steps_that_count_and_modules_that_do_not_learn(situation: Any, engine: 
 
 @pytest.mark.stock_ddp("gradients_clipped", "balanced", "pipeline")
 @pytest.mark.parametrize("engine", ["balanced", "pipeline"])
+@pytest.mark.short("balanced")
 def test_clipped_in_a_hook(engine: str) -> None:
     right(clipped, engine)
 

@@ -101,11 +101,11 @@ def contrasted(rank: int, world: int, engine: str) -> float:
     torch.manual_seed(2)
     data = TensorDataset(torch.randn(16, 3).double())
     one, module = Contrast(), Contrast()
-    kit.trainer(rank, world, "single", max_epochs=3).fit(one, DataLoader(data, batch_size=16))
+    kit.trainer(rank, world, "single", max_epochs=2).fit(one, DataLoader(data, batch_size=16))
     options = {"balanced": {**kit.UNEVEN}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="self.all_gather of rows with gradients")
-        kit.trainer(rank, world, engine, options, max_epochs=3).fit(module, DataLoader(data, batch_size=8))
+        kit.trainer(rank, world, engine, options, max_epochs=2).fit(module, DataLoader(data, batch_size=8))
     return kit.difference(module, one)
 
 

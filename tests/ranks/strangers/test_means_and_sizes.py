@@ -177,9 +177,9 @@ def rates(rank: int, world: int, engine: str) -> list[dict[str, float]]:
     """PL#20235: samples and items per second of all devices, and of this one."""
     logger, own = Rates(), Own()
     monitor = ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch), window_size=3)
-    options = {**OPTIONS, "pipeline": {"backbone": "net", "plan": kit.two_stages(0, 1, 3)}}
+    options = {**OPTIONS, "pipeline": {"backbone": "net", "plan": kit.two_stages(0, 1, 3, micro_samples=8)}}
     trainer = kit.trainer(
-        rank, world, engine, options, logger=logger, log_every_n_steps=1, callbacks=[monitor, own], max_epochs=3
+        rank, world, engine, options, logger=logger, log_every_n_steps=1, callbacks=[monitor, own], max_epochs=2
     )
     trainer.fit(Small(), DataLoader(Numbers(), batch_size=8, collate_fn=plain, drop_last=True))
     rows = [row for row in logger.rows if "train/samples_per_sec" in row]

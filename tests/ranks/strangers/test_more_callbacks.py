@@ -230,7 +230,7 @@ def saved_on_exception(rank: int, world: int, engine: str, kind: str, only: int 
     raised = ""
     try:
         fit(
-            rank, world, engine, module, batches(numbers(64), world),
+            rank, world, engine, module,
             callbacks=[Breaks(error, only), KeepsFile(folder)], enable_checkpointing=True,
         )  # fmt: skip
     except BaseException as e:
@@ -257,7 +257,7 @@ def spikes(rank: int, world: int, engine: str, bad: bool) -> dict[str, Any]:
     raised = ""
     spike = SpikeDetection(exclude_batches_path="skip" if world > 1 else "/tmp/skip_more", rtol=20.0)
     try:
-        fit(rank, world, engine, module, batches(numbers(96), world), callbacks=[spike])
+        fit(rank, world, engine, module, batches(numbers(64), world), callbacks=[spike])
     except Exception as e:
         raised = type(e).__name__ + (str(e)[:150] if "Spike" not in type(e).__name__ else "")
     return {"raised": raised, **({} if bad else state(module))}
@@ -286,7 +286,7 @@ def saved_by_time(rank: int, world: int, engine: str) -> dict[str, Any]:
     keep = ModelCheckpoint(
         folder, train_time_interval=timedelta(microseconds=1), save_top_k=-1, filename="{step}"
     )
-    fit(rank, world, engine, module, batches(numbers(64), world), callbacks=[keep], enable_checkpointing=True)
+    fit(rank, world, engine, module, callbacks=[keep], enable_checkpointing=True)
     files = sorted(os.listdir(folder))
     one = torch.load(os.path.join(folder, files[0]), weights_only=False)["state_dict"]
     return {**state(module), "files": files, "first": one}
@@ -299,14 +299,14 @@ def monitors(rank: int, world: int, engine: str) -> dict[str, Any]:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
             schedule = torch.optim.lr_scheduler.CyclicLR(
-                optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=True
+                optimizer, 0.01, 0.1, step_size_up=1, cycle_momentum=True
             )
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     module = Scheduled()
     logger = CSVLogger("logs" if world > 1 else tempfile.mkdtemp())
     fit(
-        rank, world, engine, module, batches(numbers(64), world), logger=logger, log_every_n_steps=1,
+        rank, world, engine, module, batches(numbers(48), world), logger=logger, log_every_n_steps=1,
         callbacks=[LearningRateMonitor(log_momentum=True), DeviceStatsMonitor(), TQDMProgressBar()],
         enable_progress_bar=True,
     )  # fmt: skip
@@ -328,7 +328,7 @@ def backbone_finetuning(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Tuned()
     tune = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, train_bn=True)
-    fit(rank, world, engine, module, max_epochs=3, callbacks=[tune])
+    fit(rank, world, engine, module, max_epochs=2, callbacks=[tune])
     return state(module)
 
 
@@ -397,6 +397,7 @@ def neighbours(rank: int, world: int, engine: str) -> dict[str, Any]:
 @pytest.mark.stock_ddp("callbacks")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [table_of_metrics, neighbours])
+@pytest.mark.short("neighbours", "pipeline")
 def test_watchers_of_lightning_bolts(situation: Any, engine: str) -> None:
     right(situation, engine)
 
@@ -450,6 +451,7 @@ def test_finetuning(engine: str) -> None:
 @pytest.mark.parametrize(
     "situation", [summary_of_sizes, counted_hooks, stopped_by_train_loss, saved_by_time, monitors]
 )
+@pytest.mark.short("summary_of_sizes", "counted_hooks-pipeline", "stopped_by_train_loss", "saved_by_time", "monitors")
 def test_callbacks_of_lightning(situation: Any, engine: str) -> None:
     right(situation, engine, tolerance=1e-7)
 
@@ -457,6 +459,7 @@ def test_callbacks_of_lightning(situation: Any, engine: str) -> None:
 @pytest.mark.stock_ddp("SpikeDetection")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.short("True", "False-pipeline")
 def test_spike_detection(engine: str, bad: bool) -> None:
     right(spikes, engine, bad)
 
@@ -464,6 +467,7 @@ def test_spike_detection(engine: str, bad: bool) -> None:
 @pytest.mark.stock_ddp("OnExceptionCheckpoint")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["ZeroDivisionError", "KeyboardInterrupt"])
+@pytest.mark.short("KeyboardInterrupt", "ZeroDivisionError-balanced")
 def test_saved_on_an_exception_of_all_ranks(engine: str, kind: str) -> None:
     right(saved_on_exception, engine, kind, None)
 

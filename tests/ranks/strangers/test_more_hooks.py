@@ -24,7 +24,7 @@ def rate_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
             return self.loss(batch)
 
     module = Warm()
-    fit(rank, world, engine, module, batches(numbers(64), world))
+    fit(rank, world, engine, module)
     return state(module)
 
 
@@ -37,7 +37,7 @@ def rate_before_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
                 group["lr"] = 0.02 * (1 + self.trainer.global_step)
 
     module = Warm()
-    fit(rank, world, engine, module, batches(numbers(64), world))
+    fit(rank, world, engine, module)
     return state(module)
 
 
@@ -61,7 +61,7 @@ def schedule_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
             return self.loss(batch)
 
     module = Stepped()
-    fit(rank, world, engine, module, batches(numbers(64), world))
+    fit(rank, world, engine, module)
     return state(module)
 
 
@@ -104,7 +104,7 @@ def attribute_of_a_layer(rank: int, world: int, engine: str, where: str) -> dict
             return self.loss(batch)
 
     module = Dann()
-    fit(rank, world, engine, module, batches(numbers(64), world))
+    fit(rank, world, engine, module)
     return state(module)
 
 
@@ -145,7 +145,7 @@ def clip_changed(rank: int, world: int, engine: str, how: str) -> dict[str, Any]
             )
 
     module = Clips()
-    fit(rank, world, engine, module, max_epochs=3, **({"gradient_clip_val": 5.0} if how == "trainer" else {}))
+    fit(rank, world, engine, module, max_epochs=2, **({"gradient_clip_val": 5.0} if how == "trainer" else {}))
     return state(module)
 
 
@@ -197,7 +197,7 @@ def clamped_data(rank: int, world: int, engine: str, how: str) -> dict[str, Any]
                         p.copy_(p.clamp(-0.4, 0.4))
 
     module = Clamped()
-    fit(rank, world, engine, module, max_epochs=2)
+    fit(rank, world, engine, module)
     return state(module)
 
 
@@ -281,7 +281,7 @@ def old_model_kept(rank: int, world: int, engine: str) -> dict[str, Any]:
             return (out - y).square().mean() + 0.5 * (out - self.old(x)).square().mean()
 
     module = Keeps()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -297,7 +297,7 @@ def loss_summed_over_ranks(rank: int, world: int, engine: str) -> dict[str, Any]
             told.append(float(box[0]))
 
     module = Sums()
-    fit(rank, world, engine, module, batches(numbers(128), world))
+    fit(rank, world, engine, module, batches(numbers(48), world))
     return {"told": told}
 
 
@@ -344,7 +344,7 @@ def copy_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str
             return (out - y).square().mean() + 0.5 * (out - self.old(x + 1)).square().mean()
 
     module = Taught()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -361,6 +361,9 @@ def copy_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str
         (loaded_at_the_start, ["train"]),
     ],
 )
+@pytest.mark.short(
+    "pipeline", "rate_before_the_step", "attribute_of_a_layer", "clip_changed-how2", "loaded_at_the_start-how5"
+)  # fmt: skip
 def test_set_in_hooks(situation: Any, how: list[Any], engine: str) -> None:
     right(situation, engine, *how)
 
@@ -398,6 +401,7 @@ def test_backward_by_hand(situation: Any, engine: str) -> None:
 @pytest.mark.stock_ddp("weights_set_batch", "stale", refused="the server has them")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("how", ["data", "assign", "copy"])
+@pytest.mark.short("assign")
 def test_clamped(engine: str, how: str) -> None:
     assert bool(right_or_refused(clamped_data, engine, how)) == (engine == "stale")
 
@@ -419,6 +423,7 @@ def test_inner_loop(engine: str) -> None:
     ("situation", "how"),
     [(old_model_kept, []), (copy_at_the_start, ["setup"]), (copy_at_the_start, ["train"])],
 )
+@pytest.mark.short("old_model_kept", "pipeline")
 def test_copies(situation: Any, how: list[Any], engine: str) -> None:
     refused = engine == "pipeline" and how != ["setup"]
     assert bool(right_or_refused(situation, engine, *how)) == refused

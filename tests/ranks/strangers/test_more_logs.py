@@ -55,7 +55,7 @@ def collection(rank: int, world: int, engine: str) -> dict[str, Any]:
         world,
         engine,
         module,
-        batches(numbers(64), world),
+        batches(numbers(), world),
         batches(numbers(), world, sampler=None),
         max_epochs=2,
     )
@@ -91,7 +91,7 @@ def computed_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
                 m.reset()
 
     module = Measured()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=2)
+    fits = fit(rank, world, engine, module, max_epochs=2)
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}}
 
 
@@ -127,9 +127,9 @@ def tracked(rank: int, world: int, engine: str) -> dict[str, Any]:
         world,
         engine,
         module,
-        batches(numbers(64), world),
+        batches(numbers(), world),
         batches(numbers(), world, sampler=None),
-        max_epochs=3,
+        max_epochs=2,
     )
     best, which = module.tracker.best_metric(return_step=True)
     return {
@@ -157,7 +157,7 @@ def ignored_nan(rank: int, world: int, engine: str) -> dict[str, Any]:
             return self.loss(batch)
 
     module = Nan()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world))
+    fits = fit(rank, world, engine, module)
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}}
 
 
@@ -174,8 +174,8 @@ def two_validation_loaders(rank: int, world: int, engine: str) -> dict[str, Any]
             self.log("plain", loss, sync_dist=True)
 
     module = Two()
-    loaders = [batches(numbers(), world, sampler=None), batches(numbers(64), world, sampler=None)]
-    fits = fit(rank, world, engine, module, val=loaders)
+    loaders = [batches(numbers(n), world, sampler=None) for n in (16, 32)]
+    fits = fit(rank, world, engine, module, batches(numbers(16), world), loaders)
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items()) if "root" not in k}}
 
 
@@ -206,7 +206,7 @@ def logged_everywhere(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.log("epoch_end", torch.tensor(float(self.global_step)), sync_dist=True)
 
     module = Everywhere()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=2)
+    fits = fit(rank, world, engine, module, max_epochs=2)
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}}
 
 
@@ -238,7 +238,7 @@ def own_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
             return self.loss(batch)
 
     module = Measured()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world))
+    fits = fit(rank, world, engine, module)
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}}
 
 
@@ -260,13 +260,14 @@ def kept_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Kept()
     options = {**DIVIDED, "balanced": {"min_samples": [16, 0], "max_samples": [16, 1]}}
-    trainer(rank, world, engine, options, max_epochs=3).fit(module, batches(numbers(32), world))
+    trainer(rank, world, engine, options, max_epochs=2).fit(module, batches(numbers(32), world))
     return {"told": told}
 
 
 @pytest.mark.stock_ddp("torchmetrics")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [collection, computed_by_hand, tracked, ignored_nan, own_metric])
+@pytest.mark.short("collection", "computed_by_hand", "own_metric", "tracked-stale", "pipeline")
 def test_metrics(situation: Any, engine: str) -> None:
     right(situation, engine, tolerance=1e-5)
 

@@ -240,7 +240,7 @@ def lookahead(rank: int, world: int, engine: str) -> dict[str, Any]:
             return Lookahead(torch.optim.Adam(self.parameters(), lr=0.05))
 
     module = Looking()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -269,7 +269,7 @@ def lars(rank: int, world: int, engine: str) -> dict[str, Any]:
             return Lars(self.parameters(), lr=0.1, momentum=0.9)
 
     module = Scaled()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -281,7 +281,7 @@ def adafactor(rank: int, world: int, engine: str) -> dict[str, Any]:
             return torch.optim.Adafactor(self.parameters(), lr=0.05)
 
     module = Factored()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -301,7 +301,7 @@ def warm_restarts(rank: int, world: int, engine: str) -> dict[str, Any]:
             rates.append(scheduler.get_last_lr()[0])
 
     module = Restarted()
-    fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=2)
+    fit(rank, world, engine, module, max_epochs=2)
     return {**state(module), "rates": rates}
 
 
@@ -320,7 +320,7 @@ def two_groups_of_rates(rank: int, world: int, engine: str) -> dict[str, Any]:
             return [optimizer], [{"scheduler": s, "interval": "step"} for s in (first, second)]
 
     module = Grouped()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=2)
+    fits = fit(rank, world, engine, module, max_epochs=2)
     return {**state(module), "lrs": [g["lr"] for g in fits.optimizers[0].param_groups]}
 
 
@@ -336,7 +336,7 @@ def zeroed_not_dropped(rank: int, world: int, engine: str) -> dict[str, Any]:
             norms.append(float(len(norms)))
 
     module = Zeroed()
-    fit(rank, world, engine, module, batches(numbers(64), world))
+    fit(rank, world, engine, module)
     return {**state(module), "calls": len(norms)}
 
 
@@ -362,7 +362,7 @@ def momentum_dropped(rank: int, world: int, engine: str, how: str) -> dict[str, 
                 self.trainer.strategy.setup_optimizers(self.trainer)
 
     module = Dropped()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -378,7 +378,7 @@ def swapped_optimizer(rank: int, world: int, engine: str) -> dict[str, Any]:
                 self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)]
 
     module = Swapped()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -392,7 +392,7 @@ def regrouped(rank: int, world: int, engine: str) -> dict[str, Any]:
                 group["momentum"] = 0.5
 
     module = Regrouped()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -423,7 +423,7 @@ def head_reset(rank: int, world: int, engine: str) -> dict[str, Any]:
                 nn.init.zeros_(self.net[4].bias)
 
     module = Reset()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -452,6 +452,7 @@ def test_manual(situation: Any, engine: str) -> None:
     [(hook_on_parameter, ["init"]), (hook_on_parameter, ["train"]), (hook_on_layer, []),
      (weight_norm, []), (learned_loss_weights, [])],
 )  # fmt: skip
+@pytest.mark.short("hook_on_parameter-how0-pipeline", "hook_on_parameter-how1", "hook_on_layer", "weight_norm")
 def test_hooks_and_parametrizations(situation: Any, how: list[Any], engine: str) -> None:
     right(situation, engine, *how)
 
@@ -462,6 +463,7 @@ def test_hooks_and_parametrizations(situation: Any, how: list[Any], engine: str)
     ("situation", "how"),
     [(prototypes_normalised, ["batch"]), (prototypes_normalised, ["cancel"]), (head_reset, [])],
 )
+@pytest.mark.short("prototypes_normalised")
 def test_weights_changed_in_hooks(situation: Any, how: list[Any], engine: str) -> None:
     refused = engine == "stale" and how == ["batch"]
     assert bool(right_or_refused(situation, engine, *how)) == refused
@@ -485,6 +487,9 @@ def test_lookahead(engine: str) -> None:
 @pytest.mark.parametrize(
     "situation", [lars, adafactor, warm_restarts, two_groups_of_rates, zeroed_not_dropped, regrouped]
 )
+@pytest.mark.short(
+    "lars", "warm_restarts", "two_groups_of_rates", "zeroed_not_dropped", "regrouped-stale", "regrouped-pipeline"
+)  # fmt: skip
 def test_optimizers_and_schedules(situation: Any, engine: str) -> None:
     right(situation, engine)
 
@@ -497,6 +502,7 @@ OTHERS = [(momentum_dropped, ["setup"]), (swapped_optimizer, [])]
 @pytest.mark.stock_ddp("optimizer_state", "pipeline", differs="each rank has that of its own layers")
 @pytest.mark.parametrize("engine", ["balanced", "pipeline"])
 @pytest.mark.parametrize(("situation", "how"), [*STATES, *OTHERS])
+@pytest.mark.short("how0-pipeline", "momentum_dropped-how3", "how4-pipeline", "swapped_optimizer")
 def test_state_made_anew(situation: Any, how: list[Any], engine: str) -> None:
     right(situation, engine, *how)
 
@@ -508,6 +514,7 @@ def test_other_optimizers_are_refused(situation: Any, how: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("situation", "how"), [*STATES, (momentum_read, [])])
+@pytest.mark.short("momentum_dropped-how0", "momentum_dropped-how2")
 def test_state_used_on_a_rank_is_refused(situation: Any, how: list[Any]) -> None:
     assert right_or_refused(situation, "stale", *how)
 

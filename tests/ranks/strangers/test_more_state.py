@@ -53,7 +53,7 @@ def weights_of_classes(rank: int, world: int, engine: str) -> dict[str, Any]:
             return (weight * (self.net(x) - y).square()).mean()
 
     module = Weighted()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return state(module)
 
 
@@ -110,7 +110,7 @@ def buffer_outside_of_checkpoints(rank: int, world: int, engine: str) -> dict[st
             return super().loss(batch) * self.scale
 
     module = Tabled()
-    fit(rank, world, engine, module, max_epochs=3)
+    fit(rank, world, engine, module, max_epochs=2)
     return {**state(module), "table": module.net[3].table.clone(), "scale": module.scale.clone()}
 
 
@@ -135,7 +135,7 @@ def counted_confusion(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.counts.zero_()
 
     module = Counted()
-    fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=2)
+    fit(rank, world, engine, module, max_epochs=2)
     return {"told": told}
 
 
@@ -158,7 +158,7 @@ def loss_on_the_module(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.log("mean", total / rows)
 
     module = Summed()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world))
+    fits = fit(rank, world, engine, module)
     return {"mean": fits.callback_metrics["mean"]}
 
 
@@ -176,7 +176,7 @@ def moving_loss_in_a_buffer(rank: int, world: int, engine: str) -> dict[str, Any
             return loss
 
     module = Smoothed()
-    fit(rank, world, engine, module, batches(numbers(64), world))
+    fit(rank, world, engine, module)
     told = everyone(float(module.smooth)) if world > 1 else [float(module.smooth)]
     kept = {k: v for k, v in state(module).items() if k != "smooth"}
     return {**kept, "near": all(0.01 < value < 1.5 for value in told)}
@@ -232,7 +232,7 @@ def best_of_a_fit(rank: int, world: int, engine: str) -> dict[str, Any]:
     best = ModelCheckpoint(folder, monitor="val", save_top_k=1)
     val = batches(numbers(), world, sampler=None)
     fits = fit(
-        rank, world, engine, module, val=val, max_epochs=3, callbacks=[best], enable_checkpointing=True
+        rank, world, engine, module, val=val, max_epochs=2, callbacks=[best], enable_checkpointing=True
     )
     (tested,) = fits.test(module, val, ckpt_path="best", verbose=False)
     (again,) = fits.validate(module, val, ckpt_path="best", verbose=False)
@@ -380,7 +380,7 @@ def two_branches(rank: int, world: int, engine: str) -> dict[str, Any]:
             return (head(self.net(x)) - y).square().mean()
 
     module = Branched()
-    unused(rank, world, engine, max_epochs=3).fit(module, batches(numbers(), world))
+    unused(rank, world, engine, max_epochs=2).fit(module, batches(numbers(), world))
     return state(module)
 
 
@@ -393,10 +393,10 @@ def more_epochs(rank: int, world: int, engine: str) -> dict[str, Any]:
                 self.trainer.fit_loop.max_epochs = 3
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if self.current_epoch == 1 and batch_idx == 2 else None
+            return -1 if self.current_epoch == 1 and batch_idx == 1 else None
 
     module = Longer()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=1)
+    fits = fit(rank, world, engine, module)
     return {**state(module), "step": fits.global_step, "epoch": fits.current_epoch}
 
 
@@ -414,7 +414,7 @@ def last_batches(rank: int, world: int, engine: str) -> dict[str, Any]:
             told.append([len(loader.dataset), len(loader), loader.num_workers])
 
     module = Asks()
-    fit(rank, world, engine, module, batches(numbers(64), world), max_epochs=2)
+    fit(rank, world, engine, module, max_epochs=2)
     return {"told": told}
 
 
@@ -468,7 +468,7 @@ def hooks_of_a_datamodule(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.trainer.datamodule.scale = 1.0 + 0.5 * self.current_epoch
 
     module = Scales()
-    fits = trainer(rank, world, engine, DIVIDED, max_epochs=3)
+    fits = trainer(rank, world, engine, DIVIDED, max_epochs=2)
     fits.fit(module, datamodule=Modular(world))
     return state(module)
 
@@ -505,7 +505,7 @@ def validated_in_a_hook(rank: int, world: int, engine: str) -> dict[str, Any]:
                 told.append(float(sum(self.loss(batch) for batch in batches(numbers(), 1, sampler=None))))
 
     module = Runs()
-    fit(rank, world, engine, module, max_epochs=2)
+    fit(rank, world, engine, module)
     return {"told": told}
 
 
@@ -520,6 +520,7 @@ def validated_in_a_hook(rank: int, world: int, engine: str) -> dict[str, Any]:
         (two_branches, []),
     ],
 )
+@pytest.mark.short("pipeline", "frozen_statistics", "reentrant_checkpoint-how1", "two_branches")
 def test_layers(situation: Any, how: list[Any], engine: str) -> None:
     right(situation, engine, *how)
 
@@ -527,6 +528,7 @@ def test_layers(situation: Any, how: list[Any], engine: str) -> None:
 @pytest.mark.stock_ddp("buffers_set")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [weights_of_classes, buffer_outside_of_checkpoints])
+@pytest.mark.short("buffer_outside_of_checkpoints", "stale", "pipeline")
 def test_buffers_set_in_hooks(situation: Any, engine: str) -> None:
     right(situation, engine)
 
@@ -534,6 +536,7 @@ def test_buffers_set_in_hooks(situation: Any, engine: str) -> None:
 @pytest.mark.stock_ddp("kept_by_steps")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [counted_confusion, loss_on_the_module, moving_loss_in_a_buffer])
+@pytest.mark.short("counted_confusion", "moving_loss_in_a_buffer", "pipeline")
 def test_kept_by_steps(situation: Any, engine: str) -> None:
     right(situation, engine)
 
@@ -570,6 +573,7 @@ def test_data(situation: Any, engine: str) -> None:
 @pytest.mark.stock_ddp("hooks_transfer_rows", "pipeline", refused="the module needs `split_batch(batch, sizes)`")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("before", [True, False])
+@pytest.mark.short("True", "balanced", "stale")
 def test_views(engine: str, before: bool) -> None:
     if engine == "pipeline":
         assert "split_batch" in refusal(views_after_transfer, engine, before)
@@ -588,6 +592,7 @@ def test_stream_with_a_length(engine: str) -> None:
 @pytest.mark.stock_ddp("epoch_ended")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("situation", [more_epochs, last_batches])
+@pytest.mark.short("more_epochs", "stale", "pipeline")
 def test_loops(situation: Any, engine: str) -> None:
     right(situation, engine)
 

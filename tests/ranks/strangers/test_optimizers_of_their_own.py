@@ -319,10 +319,10 @@ class Averaged(Optimized):
 
 def averaged(rank: int, world: int, engine: str) -> tuple[float, float, int]:
     module, oracle = Averaged(), Averaged()
-    trainer = kit.trainer(rank, world, engine, {"balanced": kit.UNEVEN}, max_epochs=3)
+    trainer = kit.trainer(rank, world, engine, {"balanced": kit.UNEVEN}, max_epochs=2)
     trainer.fit(module, data(), data())
     trainer.save_checkpoint("last.ckpt")
-    one = kit.trainer(rank, world, "single", max_epochs=3)
+    one = kit.trainer(rank, world, "single", max_epochs=2)
     one.fit(oracle, data(SAMPLES), data(SAMPLES))
     off = float(trainer.callback_metrics["val"] - one.callback_metrics["val"])
     groups = torch.load("last.ckpt", weights_only=False)["optimizer_states"][0]["param_groups"]
@@ -333,7 +333,7 @@ def averaged(rank: int, world: int, engine: str) -> tuple[float, float, int]:
 @pytest.mark.parametrize("engine", ["balanced", "stale"])
 def test_an_optimizer_with_two_sets_of_weights(engine: str) -> None:
     for weights, value, made in kit.ends(averaged, engine):
-        assert weights < 1e-9 and value < 1e-9 and made == 3
+        assert weights < 1e-9 and value < 1e-9 and made == 2
 
 
 # ---- steps of a batch that build on each other --------------------------------------------------------------------
@@ -391,7 +391,7 @@ def in_turn(rank: int, world: int, engine: str) -> list[float]:
     for cls in (Chunks, Rivals):
         module, oracle = cls(), cls()
         for fitted, engine_, batch in ((module, engine, SAMPLES // 2), (oracle, "single", SAMPLES)):
-            fits = kit.trainer(rank, world, engine_, max_epochs=3)
+            fits = kit.trainer(rank, world, engine_, max_epochs=2)
             fits.fit(fitted, DataLoader(TensorDataset(x), batch_size=batch))
         off.append(kit.difference(module, oracle))
     return off

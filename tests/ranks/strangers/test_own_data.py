@@ -116,6 +116,7 @@ def fewer_batches_on_one_rank(rank: int, world: int, engine: str) -> dict[str, A
 
 @pytest.mark.stock_ddp("use_distributed_sampler", "balanced")
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.short("1")
 def test_files_of_the_rank_are_trained_once_each_and_as_by_stock_ddp(workers: int) -> None:
     want = ends(files_of_the_rank, "ddp", workers)
     for rank, (facts, oracle) in enumerate(zip(ends(files_of_the_rank, "balanced", workers), want, strict=True)):
@@ -219,6 +220,7 @@ def first_column(rows: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["streams", "generator", "machine"])
 @pytest.mark.parametrize("engine", ["balanced", "pipeline"])
+@pytest.mark.short("pipeline", "balanced-generator")
 def test_random_augmentations_and_rounding_are_not_taken_for_own_data(engine: str, kind: str) -> None:
     facts = ends(random_samples, engine, kind)[0]
     assert facts["told"] == []

@@ -68,9 +68,9 @@ def trained(rank: int, world: int, engine: str, make: type[Plain], unused: bool)
     data = TensorDataset(torch.randn(16, 3).double(), torch.linspace(0, 3, 16).double().unsqueeze(1))
     module = make()
     one = copy.deepcopy(module)
-    kit.trainer(rank, world, "single", max_epochs=4).fit(one, DataLoader(data, batch_size=16))
+    kit.trainer(rank, world, "single", max_epochs=2).fit(one, DataLoader(data, batch_size=16))
     options = {"balanced": {**kit.UNEVEN, "find_unused_parameters": unused}, "stale": {"policy": "bsp"}}  # none late
-    kit.trainer(rank, world, engine, options, max_epochs=4).fit(module, DataLoader(data, batch_size=8))
+    kit.trainer(rank, world, engine, options, max_epochs=2).fit(module, DataLoader(data, batch_size=8))
     assert torch.Tensor.backward.__module__ == "torch._tensor"
     return kit.difference(module, one)
 
