@@ -178,7 +178,7 @@ def no_list_grows(variant: str, batches: int, early: int, late: int) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.short("balanced", "stale", "pipeline")
 def test_nothing_that_is_kept_grows(variant: str) -> None:
-    no_list_grows(variant, 20, 3, 15)
+    no_list_grows(variant, 8, 3, 14)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, single, weights
 
-BATCH, STEPS = 32, 12  # per rank, of 2
+BATCH, STEPS = 32, 8  # per rank, of 2
 EXACT = 1e-12
 
 

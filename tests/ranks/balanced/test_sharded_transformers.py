@@ -16,7 +16,7 @@ from tests.ranks.harness import run_ranks
 
 pytest.importorskip("transformers")
 
-VOCABULARY, LENGTH, PIXELS, STEPS = 32, 6, 8, 12
+VOCABULARY, LENGTH, PIXELS, STEPS = 32, 6, 8, 7
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 

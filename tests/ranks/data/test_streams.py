@@ -14,6 +14,7 @@ from tests.ranks.data.indexed import EXACT, Fit, Noting, by_name, cut, fit, inde
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced, quiet_trainer, rank_trainer, weights
 
+EPOCHS = 2
 SIZE, BATCH = 45, 4  # on 2 ranks: 5 global batches of 8 and a tail of 5
 
 
@@ -79,7 +80,7 @@ def twice(rank: int, world: int) -> Fit:
 
 def shared(rank: int, world: int) -> dict[str, Fit]:
     def run(data: DataLoader, strategy: dict[str, Any] | None = None, **kwargs: Any) -> Fit:
-        return fit(rank, world, data, strategy={**SHARED, **(strategy or {})},
+        return fit(rank, world, data, strategy={**SHARED, **(strategy or {})}, max_epochs=EPOCHS,
                    extra=lambda trainer: (trainer.num_training_batches, len(active_children())), **kwargs)
 
     return {
@@ -110,10 +111,10 @@ def expected_of(name: str) -> list[list[int]]:
         order = [i for k in range(6) for w in range(2) for i in (chunks[w][k] if k < len(chunks[w]) else [])]
     batches = cut(order, 11 if name == "chosen" else 2 * BATCH, drop_last="dropped" in name)
     if name == "skip":
-        return batches[:2] + 2 * batches
+        return batches[:2] + (EPOCHS - 1) * batches
     if name == "twice":
         return batches[:4] + batches
-    return 3 * (batches[:3] if name == "limited" else batches)
+    return EPOCHS * (batches[:3] if name == "limited" else batches)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,9 @@ def test_persistent_workers_end_with_the_fit() -> None:
 
 
 def infinite(rank: int, world: int) -> dict[str, Any]:
-    own: dict[str, Any] = {"strategy": {"stream": "infinite"}}
+    own: dict[str, Any] = {"strategy": {"stream": "infinite"}, "max_epochs": EPOCHS}
     runs: dict[str, Any] = {
-        "steps": fit(rank, world, loader(Endless(rank, world)), **own, max_epochs=-1, max_steps=9),
+        "steps": fit(rank, world, loader(Endless(rank, world)), **{**own, "max_epochs": -1}, max_steps=9),
         "limited": fit(rank, world, loader(Endless(rank, world)), **own, limit_train_batches=4),
         "workers": fit(rank, world, loader(Endless(rank, world), workers=1), **own, limit_train_batches=4),
         "length": fit(rank, world, loader(EndlessWithLength(rank, world)), **own),
@@ -165,8 +166,8 @@ def infinite_runs() -> dict[str, list[Fit]]:
     return by_name(run_ranks(2, infinite))
 
 
-@pytest.mark.parametrize(("name", "epochs", "steps"), [("steps", 1, 9), ("limited", 3, 4), ("workers", 3, 4),
-                                                       ("length", 3, 3)])
+@pytest.mark.parametrize(("name", "epochs", "steps"), [("steps", 1, 9), ("limited", EPOCHS, 4), ("workers", EPOCHS, 4),
+                                                       ("length", EPOCHS, 3)])
 def test_infinite_streams_follow_the_shares(name: str, epochs: int, steps: int) -> None:
     runs = infinite_runs()[name]
     shares = [tuple(map(len, step)) for step in zip(*(r.seen for r in runs), strict=True)]

@@ -18,7 +18,7 @@ from tests.ranks.kit import Toy, Weights, balanced, quiet_trainer, rank_trainer,
 from tests.ranks.optim.kit import EXACT, differing
 from tests.ranks.resume_kit import Saver
 
-SAMPLES, BATCH, EPOCHS = 96, 12, 3
+SAMPLES, BATCH, EPOCHS = 96, 12, 2
 TRAINER: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 BY_VALUE = TRAINER | {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}
 
@@ -102,7 +102,7 @@ def training_job(rank: int, world: int, folder: str) -> dict[str, Weights]:
 
 def resuming_job(rank: int, world: int, folder: str) -> list[Weights]:
     found = []
-    for ckpt in ("epoch-1", "batch-1-3"):
+    for ckpt in ("epoch-0", "batch-1-3"):
         module = Divided(2, 1, 4)
         fit(rank, world, module, balanced(), f"{folder}/balanced/{ckpt}.ckpt", **TRAINER)
         found.append(weights(module))

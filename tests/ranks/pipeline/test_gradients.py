@@ -81,9 +81,10 @@ def _board(rank: int) -> FailureBoard:
     return FailureBoard(RunStore(dist.distributed_c10d._get_default_store(), b""), rank)
 
 
-def _everything(rank: int, world: int) -> None:
-    for name, the_plan in PLANS.items():
-        for bucket_bytes, armed in ((1, True), (700, True), (700, False), (1 << 20, True)):
+def _everything(rank: int, world: int, all_sizes: bool) -> None:
+    sizes = ((1, True), (700, True), (700, False), (1 << 20, True))
+    for number, (name, the_plan) in enumerate(PLANS.items()):
+        for bucket_bytes, armed in sizes if all_sizes else sizes[number % 2 :: 2]:
             part = Rank(rank, the_plan, bucket_bytes=bucket_bytes, wait=_board(rank).wait)
             for step in range(2):
                 part.model.zero_grad()
@@ -164,8 +165,10 @@ def _buffers(part: Rank, rank: int) -> None:
             assert (buffer == 10 * i + part.held.owners(name)[0]).all(), name
 
 
-def test_sums_norms_clipping_and_buffers_under_every_plan() -> None:
-    run_ranks(WORLD, _everything)
+@pytest.mark.parametrize("all_sizes", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_sums_norms_clipping_and_buffers_under_every_plan(all_sizes: bool) -> None:
+    """In buckets of two sizes for each plan, or of all."""
+    run_ranks(WORLD, _everything, all_sizes)
 
 
 SUMS: list[Tensor] = []

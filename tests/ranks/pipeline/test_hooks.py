@@ -272,7 +272,7 @@ def scaled(rank: int, world: int) -> list[tuple[Weights, list[float]]]:
         module = Exploding()
         trainer = rank_trainer(rank, world, pipeline(plan), max_epochs=1, gradient_clip_val=0.5)
         trainer.strategy.precision_plugin = half(scale)
-        trainer.fit(module, DataLoader(regression(240, dtype=torch.float32), batch_size=8, shuffle=True))
+        trainer.fit(module, DataLoader(regression(160, dtype=torch.float32), batch_size=8, shuffle=True))
         found.append((weights(module), module.scales))
     return found
 
@@ -286,7 +286,7 @@ def test_all_ranks_skip_the_same_steps_with_a_gradient_scaler() -> None:
     ranks = run_ranks(2, scaled, timeout_s=60.0)
     alone = Exploding()
     plugin = half(SMALL)
-    single(alone, regression(240, dtype=torch.float32), 16, max_epochs=1, plugins=[plugin], gradient_clip_val=0.5)
+    single(alone, regression(160, dtype=torch.float32), 16, max_epochs=1, plugins=[plugin], gradient_clip_val=0.5)
     for (found, scales), (others, other_scales) in zip(*ranks, strict=True):
         assert scales == other_scales and found.distance(others) == 0.0
     for _, scales in ranks[0][:3]:

@@ -73,11 +73,12 @@ def test_only_what_is_missing_is_sent_and_senders_share_the_work() -> None:
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 
-def _moving(rank: int, world: int) -> None:
+def _moving(rank: int, world: int, all_kinds: bool) -> None:
     names = list(PLANS)
+    through = (*names, names[2], names[0])
     for kind in OPTIMIZERS:
         part = Divided(rank, PLANS[names[-1]], kind)
-        for i, name in enumerate((*names, names[2], names[0])):
+        for i, name in enumerate(through if all_kinds or kind.startswith("two") else through[::2]):
             part.train(2, seed=10 * i)
             assert go(part, name).size_bytes > 0
             for tensor_name, tensor in part.held.tensors(part.model).items():
@@ -91,8 +92,10 @@ def _moving(rank: int, world: int) -> None:
         assert rank != 0 or same(part.expected(), saved), kind
 
 
-def test_tensors_optimizer_states_and_extra_states_arrive_bit_by_bit() -> None:
-    run_ranks(WORLD, _moving)
+@pytest.mark.parametrize("all_kinds", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_tensors_optimizer_states_and_extra_states_arrive_bit_by_bit(all_kinds: bool) -> None:
+    """With two optimizers through all plans; with one through every second plan, or all, too."""
+    run_ranks(WORLD, _moving, all_kinds)
 
 
 def _odd(rank: int, world: int) -> None:

@@ -18,7 +18,7 @@ from tests.ranks.kit import Toy, Weights, rank_trainer, regression, single, stal
 from tests.ranks.stale.models import Counted, Indexed, Norm, with_nan
 
 pytestmark = pytest.mark.ranks
-SAMPLES, BATCH, EPOCHS = 110, 24, 3
+SAMPLES, BATCH, EPOCHS = 110, 24, 2
 
 
 def fitted(rank: int, world: int, module: Toy, data: Any, strategy: dict[str, Any], **trainer: Any) -> Any:
@@ -102,7 +102,7 @@ def scale_job(rank: int, world: int, policy: str, accumulate: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world", "policy", "accumulate"), [(3, "bsp", 1), (3, "bsp", 2), (3, "flexible", 1)]
+    ("world", "policy", "accumulate"), [(2, "bsp", 1), (2, "bsp", 2), (2, "flexible", 1)]
 )
 def test_an_overflow_anywhere_skips_the_update_everywhere(world: int, policy: str, accumulate: int) -> None:
     """One rank's overflow costs one update and halves the scale of all, as on one device."""
@@ -137,7 +137,7 @@ def precise_job(rank: int, world: int, precision: str) -> Weights:
 def test_lower_precision_trains_nearly_the_same_weights(precision: str, near: float) -> None:
     expected = Toy(torch.float32)
     single(expected, regression(SAMPLES, dtype=torch.float32), BATCH, max_epochs=EPOCHS)
-    results = run_ranks(3, precise_job, precision)
+    results = run_ranks(2, precise_job, precision)
     for trained in results:
         wide = Weights({k: v.float() for k, v in trained.items()})
         assert 1e-6 < wide.distance(weights(expected)) <= near

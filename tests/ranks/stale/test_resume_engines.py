@@ -178,7 +178,7 @@ def watched_job(rank: int, world: int, folder: str, policy: str) -> tuple[Any, f
     return module.sums, found["val"], weights(module), float(best.best_model_score or 0.0)
 
 
-@pytest.mark.parametrize("policy", ["asp", "flexible"])
+@pytest.mark.parametrize("policy", ["asp", pytest.param("flexible", marks=pytest.mark.long)])
 def test_validation_sees_one_version_on_all_ranks(tmp_path: Path, policy: str) -> None:
     """With averaged weights and running statistics; the best checkpoint is what was validated."""
     first, second = run_ranks(2, watched_job, str(tmp_path), policy)

@@ -34,7 +34,8 @@ from tests.ranks.stale.fits import Late
 
 pytestmark = pytest.mark.ranks
 
-TICKS = 12  # per epoch
+TICKS = 8  # per epoch
+EPOCHS = 2
 
 
 # ---- counters: those of stock DDP, on all ranks -------------------------------------------------------------------
@@ -106,7 +107,7 @@ def plan(rank: int, world: int, name: str, engine: str) -> Any:
     }
     trainer = rank_trainer(
         rank, world, strategies.get(engine, stale)(), callbacks=watch, logger=CSVLogger(folder, name="", version=""),
-        enable_checkpointing=True, log_every_n_steps=3, **{"max_epochs": 2, **options},
+        enable_checkpointing=True, log_every_n_steps=3, **{"max_epochs": EPOCHS, **options},
     )  # fmt: skip
     data = DataLoader(regression(4 * TICKS), batch_size=2)
     trainer.fit(module, data, DataLoader(regression(8), batch_size=2))
@@ -186,7 +187,7 @@ def logged(rank: int, world: int, name: str) -> Any:
     module = EpochLogs()
     policy = Flexible() if late else Bsp()
     callbacks = [late] if late else []
-    trainer = rank_trainer(rank, world, stale(policy=policy), max_epochs=3, callbacks=callbacks)
+    trainer = rank_trainer(rank, world, stale(policy=policy), max_epochs=EPOCHS, callbacks=callbacks)
     valid = DataLoader(TensorDataset(values()[:50]), batch_size=4)
     trainer.fit(module, DataLoader(TensorDataset(values()[:samples]), batch_size=5), valid)
     return module.of_epoch, module.rows, module.dummies, trainer.global_step, getattr(late, "passed", 0)
@@ -198,7 +199,7 @@ def test_values_of_an_epoch_are_those_of_its_samples(name: str) -> None:
     ranks = run_ranks(3, logged, name)
     samples = LATENESS[name][0]
     padded = torch.cat([values()[:50], values()[:1]])
-    for epoch in range(3):
+    for epoch in range(EPOCHS):
         x = torch.tensor([v for one in ranks for v in one[0][epoch]], dtype=torch.float64)
         assert set(x.tolist()) == set(values()[:samples].tolist())
         x = values()[:samples]  # each counts once, also where a rank has trained on it in vain
@@ -215,10 +216,10 @@ def test_values_of_an_epoch_are_those_of_its_samples(name: str) -> None:
             assert row["BinaryAccuracy"] == near(float((positive == called).double().mean()))
             assert row["at_end"] == near(1.0)  # the plain mean over ranks
             assert row["val_epoch"] == near(float(padded.mean()))
-    assert {one[3] for one in ranks} == {3 * -(-samples // 15)}
+    assert {one[3] for one in ranks} == {EPOCHS * -(-samples // 15)}
     assert (ranks[2][4] > 0) == name.startswith("late")
     if name in ("late for the whole epoch", "too few samples"):
-        assert ranks[2][2] == 3 and ranks[2][0] == [[], [], []]  # one dummy in each epoch, which counts nothing
+        assert ranks[2][2] == EPOCHS and ranks[2][0] == [[]] * EPOCHS  # one dummy in each epoch, which counts nothing
 
 
 class Differs(Toy):
