@@ -5,8 +5,7 @@
     done = warm.run(["script.py"], folder, environ, 60.0)  # as subprocess.run
 
 Each script runs in a fork of one process that did nothing but imports (`tests.preload`): as ``__main__``, with a
-folder, an environment and a screen of its own, and with the end of any program, traceback and exit hooks included;
-only the libraries of C++ are not taken apart.
+folder, an environment and a screen of its own, and with the end of any program, traceback and exit hooks included.
 The first Pythons that a script starts by itself, as Lightning does its other ranks, are warm, too: true children of it,
 forked before it began. They are those of `subprocess.Popen` with ``env`` and ``cwd`` at most, and those with which
 `multiprocessing` spawns a process or a server of forks.
@@ -17,7 +16,6 @@ A test of starting itself starts Python.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import io
 import json
@@ -36,7 +34,7 @@ from types import ModuleType
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_POLL_S = 0.02
+_POLL_S = 0.01
 _SPARES = 3  # as many as one program starts at a time
 _MOST_FILES = 64
 _ABOVE = 512  # numbers of files that nobody uses
@@ -84,13 +82,7 @@ def _wait(process: WarmProcess | subprocess.Popen[bytes], timeout: float | None)
 
 
 def start(
-    command: Sequence[str],
-    folder: Path,
-    environ: Mapping[str, str],
-    stdout: int,
-    stderr: int,
-    *,
-    spares: int = _SPARES,
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int, stderr: int
 ) -> WarmProcess:
     """Starts a script.
 
@@ -99,9 +91,8 @@ def start(
         folder: where it works.
         environ: all of its environment. What is read by imports (OMP_NUM_THREADS) has been read: it was 1.
         stdout, stderr: descriptors of open files.
-        spares: how many Pythons that it starts are warm.
     """
-    request = _request(command, folder, environ) | {"spares": spares}
+    request = _request(command, folder, environ) | {"spares": _SPARES}
     return WarmProcess(_ask(request, stdout, stderr))
 
 
@@ -136,17 +127,6 @@ def run(
         process.wait()
         raise
     return subprocess.CompletedProcess(list(command), process.wait(), "".join(said[0]), "".join(said[1]))
-
-
-def spawn(path: Any, args: Sequence[Any], keep: Sequence[int]) -> int:
-    """Starts what ``python -c`` would run, with the files to keep under their numbers, as `multiprocessing` wants it.
-
-    Returns:
-        The process id; its parent is the process that starts all others.
-    """
-    numbers = sorted({*keep})
-    request = _request(list(args[args.index("-c") :]), os.getcwd(), os.environ) | {"keep": numbers}
-    return _ask(request, 1, 2, *numbers)
 
 
 def pids() -> set[int]:
@@ -304,7 +284,6 @@ class _WarmPopen(subprocess.Popen[bytes]):
         self.pid, line = _spares.pop(0)
         self.args, self.returncode = args, None
         self.stdin = self.stdout = self.stderr = None
-        self._communication_started = False  # `subprocess.run` asks
         self._spare_lock = threading.Lock()
         with line:
             folder, environ = os.path.abspath(options.get("cwd") or "."), options.get("env") or os.environ
@@ -356,7 +335,6 @@ def _paths(name: str) -> list[str]:
 
 def _play(command: list[str]) -> None:
     """Runs it as ``python *command`` would."""
-    _end_before_destructors()
     paths = _paths("PYTHONPATH")
     paths += [path for path in _PATHS if path not in paths]
     if command[0] == "-m":
@@ -373,17 +351,6 @@ def _play(command: list[str]) -> None:
         main.__file__ = script
         with io.open_code(script) as file:
             exec(compile(file.read(), script, "exec"), vars(main))
-
-
-def _end_before_destructors() -> None:
-    """C's `exit`, which Python calls last, leaves out what libraries asked for when they were loaded.
-
-    torch's would write all over its tables of operators, in pages that this process shares with its siblings: a
-    third of the half second that an end takes.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # Linux
-        libc.on_exit(libc._exit, None)  # told the exit code
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing as mp
+import os
 import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable
-from multiprocessing import forkserver
+from collections.abc import Callable, Hashable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing import util as mp_util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -279,10 +280,18 @@ def process_context() -> Any:
     server = vars(forkserver)["_forkserver"]  # not in typeshed
     if server._forkserver_pid is None:
         context.set_forkserver_preload(["tests.preload"])
-        with mock.patch.object(mp_util, "spawnv_passfds", warm.spawn):
+        resource_tracker.ensure_running()  # else `forkserver` would start it, and warm, too: it ignores signals
+        with mock.patch.object(mp_util, "spawnv_passfds", _warm):
             forkserver.ensure_running()
         server.ensure_running = lambda: None  # which waits for a child; this is a child of the warm Python
     return context
+
+
+def _warm(path: Any, args: Sequence[Any], keep: Sequence[int]) -> int:
+    """Starts a server of forks with the files to keep under their numbers; returns its process id."""
+    numbers = sorted({*keep})
+    request = warm._request(list(args[args.index("-c") :]), os.getcwd(), os.environ) | {"keep": numbers}
+    return warm._ask(request, 1, 2, *numbers)
 
 
 def worker_pids() -> set[int]:

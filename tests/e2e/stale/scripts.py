@@ -274,8 +274,7 @@ def start_rank(
     its = environ(
         LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), NODE_RANK="0"
     )
-    with output.open("a") as said:
-        return warm.start(command, folder, its, said.fileno(), said.fileno(), spares=0)
+    return _start(folder, command, its, output, cold=False)
 
 
 def _start(folder: Path, command: Sequence[str], its: dict[str, str], output: Path, *, cold: bool) -> Process:
