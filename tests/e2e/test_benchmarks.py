@@ -1,4 +1,4 @@
-"""The benchmarks' one command, in its quick form: smoke tests, with ``--long``."""
+"""The benchmarks' one command, in its quick form: a smoke test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def quick(*names: str, limit_s: float) -> str:
     return done.stdout
 
 
-@pytest.mark.long
 def test_one_benchmark_runs_and_leaves_what_is_committed_alone() -> None:
     committed = (ROOT / "benchmarks" / "faults" / "results.json").read_bytes()
     said = quick("faults", limit_s=300.0)
