@@ -56,7 +56,7 @@ def texts() -> Iterator[tuple[str, str]]:
         silent |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
         for node in nodes:
             if isinstance(node, ast.JoinedStr):
-                text = "".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)  # type: ignore[misc]
+                text = "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values)
                 yield f"{path}:{node.lineno}", text
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
                 yield f"{path}:{node.lineno}", node.value

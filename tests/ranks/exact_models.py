@@ -195,10 +195,10 @@ def tokens_of(batch: Any) -> float:
     return float(batch[2].sum())
 
 
-def sequences() -> TensorDataset:
-    """Sequences of 0 to 5 tokens; every fifth is empty."""
+def sequences(rows: int = SEQUENCES) -> TensorDataset:
+    """The first ``rows`` sequences of 0 to 5 tokens; every fifth is empty."""
     g = torch.Generator().manual_seed(8)
     x = torch.randn(SEQUENCES, TOKENS, FEATURES, generator=g, dtype=torch.float64)
     lengths = torch.randint(1, TOKENS + 1, (SEQUENCES,), generator=g)
     lengths[::5] = 0
-    return TensorDataset(x, x.sum(-1).sin(), (torch.arange(TOKENS) < lengths[:, None]).double())
+    return TensorDataset(*TensorDataset(x, x.sum(-1).sin(), (torch.arange(TOKENS) < lengths[:, None]).double())[:rows])

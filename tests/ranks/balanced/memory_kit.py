@@ -9,19 +9,14 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from tests.ranks.exact_models import sequences
 from tests.ranks.kit import Weights, rank_trainer, regression
 
 SAMPLES, BATCH, EPOCHS = 104, 16, 1  # 6 full global batches and one of 8
 EXACT = 1e-12
 
 Limits = Mapping[int, int]  # samples by rank
-
-
-def few_sequences() -> TensorDataset:
-    return TensorDataset(*sequences()[:SAMPLES])
 
 
 class _Wall(torch.autograd.Function):

@@ -14,19 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_hetero import LoadBalancedStrategy
-from tests.ranks.balanced.memory_kit import (
-    BATCH,
-    EPOCHS,
-    EXACT,
-    SAMPLES,
-    Count,
-    Limits,
-    Outcome,
-    Wall,
-    few_sequences,
-    fitted,
-)
-from tests.ranks.exact_models import Manual, SumLoss, Tokens, TwoHeads, tokens_of
+from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Count, Limits, Outcome, Wall, fitted
+from tests.ranks.exact_models import Manual, SumLoss, Tokens, TwoHeads, sequences, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
 
@@ -36,7 +25,7 @@ def job(
 ) -> Outcome:
     module = make()
     wall = Wall(module, where, limits.get(rank))
-    data = few_sequences() if isinstance(module, Tokens) else None
+    data = sequences(SAMPLES) if isinstance(module, Tokens) else None
     fit, samples, told = fitted(rank, world, module, balanced(**args), data, **trainer)
     logged = {k: float(v) for k, v in fit.callback_metrics.items()}
     return weights(module), samples, wall.failures, told, logged
@@ -125,7 +114,7 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     make, where, limits, args, trainer = CASES[name]
     outcomes = run_ranks(2, job, make, where, limits, args, trainer)
     expected = make(2) if make is SumLoss else make()
-    data = few_sequences() if make is Tokens else regression(SAMPLES)
+    data = sequences(SAMPLES) if make is Tokens else regression(SAMPLES)
     single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
     for rank, (trained, samples, failures, told, _) in enumerate(outcomes):
         assert trained.distance(weights(expected)) <= EXACT
@@ -211,7 +200,7 @@ def test_pieces_that_are_planned(name: str) -> None:
     make, args, trainer = PLANNED[name]
     outcomes = run_ranks(2, job, make, "forward", {0: 3, 1: 3}, {**args, "max_samples": 3}, trainer)
     expected = make(2) if make is SumLoss else make()
-    data = few_sequences() if make is Tokens else regression(SAMPLES)
+    data = sequences(SAMPLES) if make is Tokens else regression(SAMPLES)
     single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
     for trained, samples, failures, told, _ in outcomes:
         assert trained.distance(weights(expected)) <= EXACT

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero import ShardedBalancedStrategy
-from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Limits, Outcome, Wall, few_sequences, fitted
+from tests.ranks.balanced.memory_kit import BATCH, EPOCHS, EXACT, SAMPLES, Limits, Outcome, Wall, fitted
 from tests.ranks.balanced.sharded_kit import goes_on_without_memory
-from tests.ranks.exact_models import PoisonedDummy, Tokens, tokens_of
+from tests.ranks.exact_models import PoisonedDummy, Tokens, sequences, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, regression, single
 
@@ -130,7 +130,7 @@ def job(
 ) -> Outcome:
     module = make()
     wall = Wall(module, where, limits.get(rank))
-    data = few_sequences() if isinstance(module, Tokens) else None
+    data = sequences(SAMPLES) if isinstance(module, Tokens) else None
     fit, samples, told = fitted(rank, world, module, sharded(**args), data, **trainer)
     logged = {k: float(v) for k, v in fit.callback_metrics.items()}
     logged |= {f"step {i}": value for i, value in enumerate(getattr(module, "steps", ()))}
@@ -172,7 +172,7 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     world, make, where, limits, args, trainer = CASES[name]
     outcomes = run_ranks(world, job, make, where, limits, args, trainer)
     expected = make()
-    data = few_sequences() if issubclass(make, Tokens) else regression(SAMPLES)
+    data = sequences(SAMPLES) if issubclass(make, Tokens) else regression(SAMPLES)
     single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
     for rank, (trained, samples, failures, told, _) in enumerate(outcomes):
         assert trained.distance(whole(expected)) <= EXACT

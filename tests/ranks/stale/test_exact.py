@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero.stale.decide import speeds
 from lightning_hetero.stale.decide.policy import Bsp, Claim, Flexible, Grant, Hold
@@ -73,14 +74,11 @@ class Case:
     oracle: Callable[[int], Toy] | None = None
 
 
-def few_sequences() -> TensorDataset:
-    return TensorDataset(*sequences()[:SAMPLES])
-
-
 def optimizer(name: str, **options: Any) -> Callable[[], Toy]:
     return lambda: WithOptimizer(name, **options)
 
 
+few = partial(sequences, SAMPLES)
 AUTOMATIC: dict[str, Case] = {
     "plain": Case(),
     "incomplete batch dropped": Case(loader={"drop_last": True}),
@@ -103,8 +101,8 @@ AUTOMATIC: dict[str, Case] = {
     "weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(5e-3, 1, annealing_epochs=1)]),
     "tied weights": Case(Tied),
     "channels last": Case(ChannelsLast),
-    "mean over tokens": Case(Tokens, strategy={"batch_weight": tokens_of}, data=few_sequences),
-    "mean over tokens, by method": Case(TokensByMethod, data=few_sequences, oracle=lambda world: Tokens()),
+    "mean over tokens": Case(Tokens, strategy={"batch_weight": tokens_of}, data=few),
+    "mean over tokens, by method": Case(TokensByMethod, data=few, oracle=lambda world: Tokens()),
     "loss that is a sum": Case(SumLoss, strategy={"loss_reduction": "sum"}, oracle=SumLoss),
     "SGD": Case(optimizer("SGD", lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)),
     "AdamW": Case(optimizer("AdamW", lr=0.01, amsgrad=True)),

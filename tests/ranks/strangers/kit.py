@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import BoundedStalenessStrategy, FederatedStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import quiet_trainer, rank_trainer
+from tests.ranks.kit import quiet_trainer, rank_trainer, weights
 
 ENGINES = ("balanced", "stale", "pipeline")
 UNEVEN: dict[str, Any] = {"min_samples": [12, 4], "max_samples": [12, 4]}  # shares 12 and 4 of 16, without a clock
@@ -54,11 +54,6 @@ def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of a module's parameters and buffers."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def off(own: dict[str, Tensor], oracle: nn.Module) -> float:

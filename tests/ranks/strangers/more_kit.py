@@ -16,8 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from tests.ranks.kit import rank_trainer
-from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages, weights
+from tests.ranks.kit import rank_trainer, weights
+from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages
 
 BATCH = 16  # of all ranks
 DIVIDED: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradients
 from torch.utils.data import DataLoader
 
-from tests.ranks.kit import Toy, regression
+from tests.ranks.kit import Toy, regression, weights
 from tests.ranks.strangers import kit
 
 pytestmark = pytest.mark.ranks
@@ -233,19 +233,19 @@ def oracles() -> list[Edited]:
 
 
 def right(rank: int, world: int, engine: str) -> Any:
-    weights = [kit.weights(module) for module in adds_up(rank, world, engine)]
+    ended = [weights(module) for module in adds_up(rank, world, engine)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(rank, world, engine, LogsNorms(), max_epochs=1)
     told = [str(w.message) for w in caught if "sees the gradients of this rank's part" in str(w.message)]
-    return weights, told
+    return ended, told
 
 
 @pytest.mark.stock_ddp("gradients_linear", "balanced", "stale")
 @pytest.mark.parametrize("engine", ["balanced", "stale"])
 def test_what_adds_up_over_parts_is_right(engine: str) -> None:
     ranks = kit.ends(right, engine)
-    for weights, _ in ranks:
-        assert max(map(kit.off, weights, oracles())) < 1e-9
+    for ended, _ in ranks:
+        assert max(map(kit.off, ended, oracles())) < 1e-9
     told = [words for _, words in ranks for words in words]
     assert bool(told) == (engine == "stale") and all("LogsNorms.on_before_optimizer_step" in words for words in told)

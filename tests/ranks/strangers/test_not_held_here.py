@@ -20,8 +20,9 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.pipeline.fit import gradients
+from tests.ranks.kit import weights
 from tests.ranks.pipeline.replan_kit import Scripted, heard
-from tests.ranks.strangers.kit import ends, everyone, refusal, trainer, two_stages, weights
+from tests.ranks.strangers.kit import ends, everyone, refusal, trainer, two_stages
 
 EXACT = 1e-9
 STAGES = two_stages(0, 2, 5, micro_samples=8)

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers import kit
 
 EPOCHS = 5
@@ -101,7 +102,7 @@ def changed(rank: int, world: int, engine: str, name: str) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(data(16 * accumulate), batch_size=16 // world))
-    return kit.weights(module)
+    return weights(module)
 
 
 @pytest.mark.stock_ddp("BaseFinetuning", "balanced")
