@@ -88,8 +88,8 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection,
         _leave_group()
         # On all ranks now: a fit that failed leaves groups as garbage. Whose destructor finds a collective under way
         # waits for it, up to the group's timeout, or until the other end is destroyed; in a later job it would hang.
-        search_rarely()
         _forget_groups()
+        search_rarely()
         os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
         os.environ.clear()
         os.environ.update(environment)
@@ -173,12 +173,15 @@ def _no_threads_left(rank: int) -> Iterator[None]:
 
 
 def _forget_groups() -> None:
-    """Empties DTensor's caches, which name groups that are gone: the next job's may have the same names."""
+    """Empties DTensor's caches. They name groups that are gone: the next job's may have the same names. And they hold
+    such groups, each with a thread of gloo that wakes a hundred times a second."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
         getattr(debug, "_clear_sharding_prop_cache", int)()  # since torch 2.11
         _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _leave_group() -> None:
