@@ -178,8 +178,10 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
         self.check_module(module)
         with isolate_rng():  # what is drawn from here on is what it would be without a warm-up
             refused = self._refused(module)
-            with closing(SideChannel(gloo_group(self.timeout))) as channel:
-                choice = self._choice(trainer, module, refused, channel)
+            choice, self._again = self._again, None
+            if choice is None:
+                with closing(SideChannel(gloo_group(self.timeout))) as channel:
+                    choice = self._choice(trainer, module, refused, channel)
             if choice.engine == "balanced" and choice.plan is not None:
                 self._second_look = SecondLook(choice, self.engines, refused)
             if choice.engine == "pipeline":  # which moves what each rank holds by itself
@@ -243,9 +245,6 @@ class AutoStrategy(HeteroDDPStrategy[EngineRun[Any]]):
     def _choice(
         self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str], channel: SideChannel
     ) -> Choice:
-        if (again := self._again) is not None:
-            self._again = None
-            return again
         loader: Any = compat.train_source(trainer)
         indexed = [loader] if isinstance(loader, DataLoader) else []
         if own := own_data_in(indexed, self.shared.own_data, trainer, channel):

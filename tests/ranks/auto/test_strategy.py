@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import AutoStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
+from lightning_hetero.auto import strategy as auto_strategy
 from lightning_hetero.auto import warm_up
 from lightning_hetero.auto.loop import loop_s
 from lightning_hetero.cluster.spec import equal_cluster
@@ -225,13 +226,15 @@ def looked_again_job(rank: int, world: int) -> tuple[list[str], str]:
         warm_up, "_emulated", lambda *_: (AffineCost(fixed_s=1e-3, per_sample_s=5e-4), (1.0,) * 12)
     )
     module = Toy()
-    with calm, no_loop():
+    counted = mock.patch.object(auto_strategy, "gloo_group", wraps=auto_strategy.gloo_group)
+    with calm, no_loop(), counted as groups:
         for epochs in (1, 2):
             trainer.fit_loop.max_epochs = epochs
             if epochs == 2:  # which engine it is
                 trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 2
             trainer.fit(module, data)
             kinds.append(type(trainer.strategy).__name__)
+    assert groups.call_count == 1  # one that is left unused by a rank, before another has connected, ends the other
     assert strategy.choice is not None
     return kinds, strategy.choice.line
 
