@@ -12,8 +12,8 @@ from tests.ranks.data.indexed import indexed
 from tests.ranks.kit import quiet_trainer
 
 WORLD, BATCH = 3, 4  # global batches of 12
-LENGTHS = (45, 20, 31)
-FEWER = (29, 13, 18)  # five global batches
+LENGTHS = (29, 13, 18)  # five global batches
+MORE = (45, 20, 31)
 APART = 100  # first indices of the ranks' samples
 
 
@@ -77,10 +77,6 @@ class Streaming(DataLoader):
 def loader(rank: int, lengths: Sequence[int] = LENGTHS, workers: int = 0, make: Any = Own, **kwargs: Any) -> DataLoader:
     kwargs |= {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
     return DataLoader(make(rank, lengths[rank]), **{"batch_size": BATCH, **kwargs})
-
-
-def of_fewer(rank: int, lengths: Sequence[int] = FEWER, **kwargs: Any) -> DataLoader:
-    return loader(rank, lengths, **kwargs)
 
 
 class Batches(IterableDataset[Any]):

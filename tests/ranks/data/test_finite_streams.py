@@ -20,6 +20,8 @@ from tests.ranks.data.indexed import EXACT, Fit, Looking, Noting, Other, by_name
 from tests.ranks.data.own_streams import (
     APART,
     BATCH,
+    LENGTHS,
+    MORE,
     WORLD,
     Going,
     Iterating,
@@ -27,10 +29,8 @@ from tests.ranks.data.own_streams import (
     Streaming,
     WrongLength,
     alone,
+    loader,
 )  # fmt: skip
-from tests.ranks.data.own_streams import FEWER as LENGTHS
-from tests.ranks.data.own_streams import LENGTHS as MORE
-from tests.ranks.data.own_streams import of_fewer as loader
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced, rank_trainer, weights
 

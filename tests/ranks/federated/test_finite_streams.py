@@ -16,7 +16,9 @@ from lightning_hetero.federated.decide.rounds import UNCOUNTED, Client, RoundPla
 from lightning_hetero.federated.fit.settings import check_data
 from lightning_hetero.federated.policy import FedAvg
 from tests.ranks.data.indexed import Looking, by_name, indexed
-from tests.ranks.data.own_streams import APART, BATCH, LENGTHS, WORLD, Iterating, Own, loader
+from tests.ranks.data.own_streams import APART, BATCH, WORLD, Iterating, Own
+from tests.ranks.data.own_streams import MORE as LENGTHS
+from tests.ranks.data.own_streams import loader as any_loader
 from tests.ranks.federated.kit import EXACT, Plain, Scripted, by_hand, federated, fit, own
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, balanced, rank_trainer, weights
@@ -24,6 +26,10 @@ from tests.ranks.kit import Weights, balanced, rank_trainer, weights
 EPOCHS, TAU = 2, 2  # 12, 5 and 8 batches; the last are of 1, 4 and 3 samples
 BRIEF = (17, 0, 9)
 ODD = (45, 20, 29)  # whose last sample would be alone
+
+
+def loader(rank: int, lengths: Sequence[int] = LENGTHS, **kwargs: Any) -> DataLoader:
+    return any_loader(rank, lengths, **kwargs)
 
 
 class Seen(NamedTuple):

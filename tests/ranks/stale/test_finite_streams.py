@@ -15,10 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Saps
 from tests.ranks.data.indexed import EXACT, Looking, by_name, indexed
-from tests.ranks.data.own_streams import APART, BATCH, WORLD, Iterating, Own, Streaming, alone
-from tests.ranks.data.own_streams import FEWER as LENGTHS
-from tests.ranks.data.own_streams import LENGTHS as MORE
-from tests.ranks.data.own_streams import of_fewer as loader
+from tests.ranks.data.own_streams import APART, BATCH, LENGTHS, MORE, WORLD, Iterating, Own, Streaming, alone, loader
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer, stale, weights
 from tests.ranks.stale.fits import Late, Noting, Seen, check_once, fit, ticks

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from tests.ranks.kit import rank_trainer, weights
+from tests.ranks.kit import rank_trainer
 from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages
 
 BATCH = 16  # of all ranks
@@ -88,10 +88,6 @@ def unused(rank: int, world: int, engine: str, **kwargs: Any) -> Trainer:
         return rank_trainer(rank, world, "ddp_find_unused_parameters_true", **kwargs)
     options = {**DIVIDED, "balanced": {**UNEVEN, "find_unused_parameters": True}}
     return trainer(rank, world, engine, options, **kwargs)
-
-
-state = weights
-"""Parameters and buffers, as facts."""
 
 
 def _apart(got: Any, want: Any, tolerance: float) -> str | None:

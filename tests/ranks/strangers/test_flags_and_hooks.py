@@ -31,8 +31,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers.kit import ENGINES, ends, everyone, trainer
-from tests.ranks.strangers.more_kit import DIVIDED, Small, batches, fit, numbers, right, state
+from tests.ranks.strangers.more_kit import DIVIDED, Small, batches, fit, numbers, right
 
 
 class Everything(Small):
@@ -102,7 +103,7 @@ def limits(rank: int, world: int, engine: str) -> dict[str, Any]:
     seldom = Everything()
     fit(rank, world, engine, seldom, val=val(world, 16), max_epochs=2, check_val_every_n_epoch=2)
     return {
-        **state(module), "rows": total(module.rows, world), "ended": [fits.global_step, fits.current_epoch],
+        **weights(module), "rows": total(module.rows, world), "ended": [fits.global_step, fits.current_epoch],
         "validated": [module.validated_at, seldom.validated_at], "logged": logger.steps if rank == 0 else [1, 3, 5],
     }  # fmt: skip
 
@@ -130,7 +131,7 @@ def small_run(rank: int, world: int, engine: str, name: str) -> dict[str, Any]:
         fits = fit(rank, world, engine, module, loader, val(world, 16), **options)
     torch.use_deterministic_algorithms(False)
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    return {**state(module), "step": fits.global_step}
+    return {**weights(module), "step": fits.global_step}
 
 
 class Named(Everything):
@@ -152,7 +153,7 @@ def reloaded(rank: int, world: int, engine: str) -> dict[str, Any]:
         enable_autolog_hparams=True,
     )  # fmt: skip
     fits.fit(module)
-    return {**state(module), "step": fits.global_step, "hyper": logger.hyper if rank == 0 else [{"width": 6}]}
+    return {**weights(module), "step": fits.global_step, "hyper": logger.hyper if rank == 0 else [{"width": 6}]}
 
 
 def precisions(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def precisions(rank: int, world: int, engine: str) -> dict[str, Any]:
     for precision, tolerance in (("64-true", 0.0), ("bf16-true", 0.2)):
         module = Typed()
         fit(rank, world, engine, module, precision=precision)
-        told["weights " + precision] = state(module) if not tolerance else [
+        told["weights " + precision] = weights(module) if not tolerance else [
             str(p.dtype) for p in module.parameters()
         ] + [all(float((p - q).abs().max()) < tolerance for p, q in
                  zip(module.parameters(), Small().parameters(), strict=True))]  # fmt: skip
@@ -194,8 +195,8 @@ def written(rank: int, world: int, engine: str) -> dict[str, Any]:
     lines = (folder / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
     again = Everything.load_from_checkpoint(folder / best, weights_only=True)
     events = any("tfevents" in name for name in files)
-    return {**state(module), "best": Path(best).name, "head": sorted(lines[0].split(",")), "rows": len(lines),
-            "again": state(again), "events": events, "timed": clock.time_elapsed("train") > 0,
+    return {**weights(module), "best": Path(best).name, "head": sorted(lines[0].split(",")), "rows": len(lines),
+            "again": weights(again), "events": events, "timed": clock.time_elapsed("train") > 0,
             "bar": sorted(fits.progress_bar_metrics)}  # fmt: skip
 
 
@@ -221,14 +222,14 @@ def in_turn(rank: int, world: int, engine: str) -> dict[str, Any]:
     fits = trainer(rank, world, engine, DIVIDED, max_epochs=1, callbacks=[writer])
     told = [fits.validate(module, val(world), verbose=False)[0]["val"]]
     fits.fit(module, batches(numbers(), world), val(world))
-    first = state(module)
+    first = weights(module)
     told += [fits.test(module, val(world), verbose=False)[0]["test"]]
     fits.predict(module, val(world))
     kept = torch.load(folder / f"{rank}.pt")
     fits.fit_loop.max_epochs = 2
     fits.fit(module, batches(numbers(), world), val(world))
     every = everyone([writer.sums, float(sum(p.sum() for p in kept))]) if world > 1 else [[writer.sums] * 2]
-    return {"told": told, "first": first, **state(module), "rows": total(module.rows, world),
+    return {"told": told, "first": first, **weights(module), "rows": total(module.rows, world),
             "predicted": [sum(column) for column in zip(*every, strict=True)]}  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def saved(rank: int, world: int, engine: str) -> dict[str, Any]:
     io.teardown()
     names = sorted(os.listdir(folder))
     light = torch.load(folder / "weights-epoch=1.ckpt", weights_only=False)
-    return {**state(module), "names": names, "light": light["state_dict"], "bare": "optimizer_states" in light,
+    return {**weights(module), "names": names, "light": light["state_dict"], "bare": "optimizer_states" in light,
             "last": torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]}  # fmt: skip
 
 
@@ -335,7 +336,7 @@ def hooked(rank: int, world: int, engine: str) -> dict[str, Any]:
     fits.validate(module, data, verbose=False)
     fits.test(module, data, verbose=False)
     fits.predict(module, data)
-    return {"loaded": data.loaded, "weights": state(module), **calls}
+    return {"loaded": data.loaded, "weights": weights(module), **calls}
 
 
 def without(calls: list[str], *names: str) -> list[str]:
@@ -387,7 +388,7 @@ class StepsByHand(Everything):
 def steps_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = StepsByHand()
     fits = fit(rank, world, engine, module, batches(numbers(48), world))
-    return {**state(module), "step": fits.global_step}
+    return {**weights(module), "step": fits.global_step}
 
 
 class Plateau(Everything):
@@ -408,7 +409,7 @@ class Plateau(Everything):
 def plateau(rank: int, world: int, engine: str, interval: str) -> dict[str, Any]:
     module = Plateau(interval)
     fits = fit(rank, world, engine, module, val=val(world), max_epochs=3)
-    return {**state(module), "rate": fits.optimizers[0].param_groups[0]["lr"]}
+    return {**weights(module), "rate": fits.optimizers[0].param_groups[0]["lr"]}
 
 
 class Stops(Everything):
@@ -421,7 +422,7 @@ class Stops(Everything):
 def stopped(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Stops()
     fits = fit(rank, world, engine, module, batches(numbers(64), world), val(world, 16), max_epochs=3)
-    return {**state(module), "step": fits.global_step, "validated": module.validated_at}
+    return {**weights(module), "step": fits.global_step, "validated": module.validated_at}
 
 
 class Counts(Everything):
@@ -445,7 +446,7 @@ class Counts(Everything):
 def counted(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Counts()
     fit(rank, world, engine, module, batches(numbers(48), world))
-    return {**state(module), "calls": module.calls, "drawn": total(module.drawn, world)}
+    return {**weights(module), "calls": module.calls, "drawn": total(module.drawn, world)}
 
 
 class Clips(Everything):
@@ -456,7 +457,7 @@ class Clips(Everything):
 def clipped(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Clips()
     fit(rank, world, engine, module)
-    return {**state(module), "norm": module.norm}
+    return {**weights(module), "norm": module.norm}
 
 
 class NoOptimizer(Everything):
@@ -469,7 +470,7 @@ def no_optimizer(rank: int, world: int, engine: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fits = fit(rank, world, engine, module, val=val(world))
-    return {**state(module), "val": fits.callback_metrics["val"]}
+    return {**weights(module), "val": fits.callback_metrics["val"]}
 
 
 @pytest.mark.stock_ddp("accelerator", "max_epochs", "limit_batches", "val_check_interval", "log_every_n_steps")

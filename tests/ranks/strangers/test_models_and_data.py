@@ -13,8 +13,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers.kit import ENGINES, refusal, trainer
-from tests.ranks.strangers.more_kit import BATCH, DIVIDED, Small, batches, fit, numbers, right, state
+from tests.ranks.strangers.more_kit import BATCH, DIVIDED, Small, batches, fit, numbers, right
 
 
 class Tied(Small):
@@ -31,7 +32,7 @@ def tied(rank: int, world: int, engine: str) -> dict[str, Any]:
     with torch.no_grad():
         module.net[4].bias.fill_(0.1)  # type: ignore[operator]
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 class Normed(torch.optim.SGD):
@@ -56,7 +57,7 @@ def norm_of_all(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Own()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 class Branches(Small):
@@ -77,7 +78,7 @@ class Branches(Small):
 def branches(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Branches()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def averaged_with_statistics(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def averaged_with_statistics(rank: int, world: int, engine: str) -> dict[str, An
         warnings.simplefilter("ignore")
         swa, val = StochasticWeightAveraging(0.01, swa_epoch_start=1), batches(numbers(), world, sampler=None)
         fit(rank, world, engine, module, val=val, max_epochs=3, callbacks=[swa])
-    facts = {name: value for name, value in state(module).items() if "running" not in name}
+    facts = {name: value for name, value in weights(module).items() if "running" not in name}
     return {**facts, "renewed": bool((module.norm.running_mean != 0).all())}
 
 
@@ -128,7 +129,7 @@ def scaled_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
     if world > 1:
         fits.strategy.precision_plugin = plugin
     fits.fit(module, batches(numbers(), world))
-    return {**state(module), "scale": plugin.scaler.get_scale()}  # type: ignore[union-attr]
+    return {**weights(module), "scale": plugin.scaler.get_scale()}  # type: ignore[union-attr]
 
 
 class Dicts(Small):
@@ -177,11 +178,11 @@ def kinds_of_batches(rank: int, world: int, engine: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for module, collate in ((Dicts(), dictionaries), (Wholes(), Whole)):
         fit(rank, world, engine, module, batches(numbers(), world, collate_fn=collate))
-        told[type(module).__name__] = state(module)
+        told[type(module).__name__] = weights(module)
     module = Small()
     sampler = batches(numbers(), world).sampler if world == 1 else None
     fits = fit(rank, world, engine, module, Strict(numbers(), batch_size=BATCH // world, sampler=sampler, secret=7))
-    return {**told, **state(module), "secret": getattr(fits.train_dataloader, "secret", None)}
+    return {**told, **weights(module), "secret": getattr(fits.train_dataloader, "secret", None)}
 
 
 class Own:

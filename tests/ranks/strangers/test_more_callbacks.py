@@ -29,8 +29,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers.kit import ENGINES, ends, everyone, refusal
-from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state
+from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused
 
 
 class Twins(Small):
@@ -66,7 +67,7 @@ def byol_target(rank: int, world: int, engine: str) -> dict[str, Any]:
     """bolts#150: BYOLMAWeightUpdate, a target that follows the network, slower and slower."""
     module, callback = Twins(), MovingTarget()
     fit(rank, world, engine, module, max_epochs=2, callbacks=[callback])
-    return {**state(module), "tau": callback.tau}
+    return {**weights(module), "tau": callback.tau}
 
 
 class OnlineEvaluator(Callback):
@@ -100,7 +101,7 @@ def online_evaluator(rank: int, world: int, engine: str) -> dict[str, Any]:
     """bolts#947, bolts#309: SSLOnlineEvaluator, a head that the callback trains through a DDP wrapper of its own."""
     module, callback = Small(), OnlineEvaluator()
     fit(rank, world, engine, module, callbacks=[callback])
-    return {**state(module), "head": callback.head.weight.detach().clone()}
+    return {**weights(module), "head": callback.head.weight.detach().clone()}
 
 
 class ModuleMonitor(Callback):
@@ -129,7 +130,7 @@ def module_monitor(rank: int, world: int, engine: str) -> dict[str, Any]:
     if world > 1:
         parts = everyone(callback.seen)
         seen = {name: sum(p.get(name, 0) for p in parts) for name in sorted({n for p in parts for n in p})}
-    return {**state(module), "seen": dict(sorted(seen.items()))}
+    return {**weights(module), "seen": dict(sorted(seen.items()))}
 
 
 class GradientVerification(Callback):
@@ -152,7 +153,7 @@ def gradient_verification(rank: int, world: int, engine: str) -> dict[str, Any]:
     """bolts#839: BatchGradientVerificationCallback, a backward pass of its own before the first batch."""
     module, callback = Small(), GradientVerification()
     fit(rank, world, engine, module, callbacks=[callback])
-    return {**state(module), "clean": callback.clean}
+    return {**weights(module), "clean": callback.clean}
 
 
 class Exampled(Small):
@@ -168,7 +169,7 @@ def summary_of_sizes(rank: int, world: int, engine: str) -> dict[str, Any]:
     """Lightning's ModelSummary with example_input_array: a forward pass before training."""
     module = Exampled()
     fit(rank, world, engine, module, callbacks=[ModelSummary(max_depth=2)], enable_model_summary=True)
-    return state(module)
+    return weights(module)
 
 
 def counted_hooks(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def counted_hooks(rank: int, world: int, engine: str) -> dict[str, Any]:
         rank, world, engine, module, val=batches(numbers(), world, sampler=None), max_epochs=2,
         callbacks=[LambdaCallback(**{name: count(name) for name in names})],
     )  # fmt: skip
-    return {**state(module), "counts": counts}
+    return {**weights(module), "counts": counts}
 
 
 class Breaks(Callback):
@@ -260,7 +261,7 @@ def spikes(rank: int, world: int, engine: str, bad: bool) -> dict[str, Any]:
         fit(rank, world, engine, module, batches(numbers(64), world), callbacks=[spike])
     except Exception as e:
         raised = type(e).__name__ + (str(e)[:150] if "Spike" not in type(e).__name__ else "")
-    return {"raised": raised, **({} if bad else state(module))}
+    return {"raised": raised, **({} if bad else weights(module))}
 
 
 def stopped_by_train_loss(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -275,7 +276,7 @@ def stopped_by_train_loss(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Logged()
     stop = EarlyStopping("loss", stopping_threshold=0.4, check_on_train_epoch_end=True, patience=1)
     fits = fit(rank, world, engine, module, max_epochs=12, callbacks=[stop])
-    return {**state(module), "epochs": fits.current_epoch, "best": stop.best_score}
+    return {**weights(module), "epochs": fits.current_epoch, "best": stop.best_score}
 
 
 def saved_by_time(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -289,7 +290,7 @@ def saved_by_time(rank: int, world: int, engine: str) -> dict[str, Any]:
     fit(rank, world, engine, module, callbacks=[keep], enable_checkpointing=True)
     files = sorted(os.listdir(folder))
     one = torch.load(os.path.join(folder, files[0]), weights_only=False)["state_dict"]
-    return {**state(module), "files": files, "first": one}
+    return {**weights(module), "files": files, "first": one}
 
 
 def monitors(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def monitors(rank: int, world: int, engine: str) -> dict[str, Any]:
     )  # fmt: skip
     rows = [r for r in logger.experiment.metrics if "lr-SGD" in r] if rank == 0 else []
     told = [[r["lr-SGD"] for r in rows], [r["lr-SGD-momentum"] for r in rows]]
-    return {**state(module), "told": everyone(told)[0] if world > 1 else told}
+    return {**weights(module), "told": everyone(told)[0] if world > 1 else told}
 
 
 def backbone_finetuning(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -329,7 +330,7 @@ def backbone_finetuning(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Tuned()
     tune = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, train_bn=True)
     fit(rank, world, engine, module, max_epochs=2, callbacks=[tune])
-    return state(module)
+    return weights(module)
 
 
 class Table(Callback):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers.kit import ENGINES, ends, refusal, trainer
-from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state, unused
+from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, unused
 
 
 def rate_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def rate_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Warm()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def rate_before_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def rate_before_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Warm()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def schedule_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def schedule_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Stepped()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 class Reversal(torch.autograd.Function):
@@ -105,7 +106,7 @@ def attribute_of_a_layer(rank: int, world: int, engine: str, where: str) -> dict
 
     module = Dann()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def frozen_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def frozen_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Freezes()
     unused(rank, world, engine, max_epochs=1).fit(module, batches(numbers(64), world))
-    return state(module)
+    return weights(module)
 
 
 def clip_changed(rank: int, world: int, engine: str, how: str) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def clip_changed(rank: int, world: int, engine: str, how: str) -> dict[str, Any]
 
     module = Clips()
     fit(rank, world, engine, module, max_epochs=2, **({"gradient_clip_val": 5.0} if how == "trainer" else {}))
-    return state(module)
+    return weights(module)
 
 
 def own_backward(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def own_backward(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Twice()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def accumulated_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def accumulated_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Manual()
     fit(rank, world, engine, module, batches(numbers(64), world))
-    return state(module)
+    return weights(module)
 
 
 def clamped_data(rank: int, world: int, engine: str, how: str) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def clamped_data(rank: int, world: int, engine: str, how: str) -> dict[str, Any]
 
     module = Clamped()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def loaded_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def loaded_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[s
 
     module = Pretrained()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def device_of_parameters(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def device_of_parameters(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Asks()
     fit(rank, world, engine, module)
-    return {**state(module), **told}
+    return {**weights(module), **told}
 
 
 def functional_inner_loop(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -265,7 +266,7 @@ def functional_inner_loop(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Maml()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def old_model_kept(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def old_model_kept(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Keeps()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def loss_summed_over_ranks(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -345,7 +346,7 @@ def copy_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str
 
     module = Taught()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 @pytest.mark.stock_ddp("rates_in_hooks")

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers.kit import ENGINES, refusal
-from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state, unused
+from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, unused
 
 
 def gradient_penalty(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def gradient_penalty(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Penalised()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def two_backwards(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def two_backwards(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Manual()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def toggled(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def toggled(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Gan()
     unused(rank, world, engine, max_epochs=2).fit(module, batches(numbers(), world))
-    return state(module)
+    return weights(module)
 
 
 def hook_on_parameter(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def hook_on_parameter(rank: int, world: int, engine: str, when: str) -> dict[str
 
     module = Halved()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def hook_on_layer(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def hook_on_layer(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Hooked()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def weight_norm(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def weight_norm(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Normed()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def learned_loss_weights(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def learned_loss_weights(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Weighted()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def prototypes_normalised(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def prototypes_normalised(rank: int, world: int, engine: str, when: str) -> dict
 
     module = Swav()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def clipped_by_unit(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def clipped_by_unit(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Agc()
     fit(rank, world, engine, module, gradient_clip_val=1.0)
-    return state(module)
+    return weights(module)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -241,7 +242,7 @@ def lookahead(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Looking()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 class Lars(torch.optim.SGD):
@@ -270,7 +271,7 @@ def lars(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Scaled()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def adafactor(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def adafactor(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Factored()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def warm_restarts(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -302,7 +303,7 @@ def warm_restarts(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Restarted()
     fit(rank, world, engine, module, max_epochs=2)
-    return {**state(module), "rates": rates}
+    return {**weights(module), "rates": rates}
 
 
 def two_groups_of_rates(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def two_groups_of_rates(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Grouped()
     fits = fit(rank, world, engine, module, max_epochs=2)
-    return {**state(module), "lrs": [g["lr"] for g in fits.optimizers[0].param_groups]}
+    return {**weights(module), "lrs": [g["lr"] for g in fits.optimizers[0].param_groups]}
 
 
 def zeroed_not_dropped(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -337,7 +338,7 @@ def zeroed_not_dropped(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Zeroed()
     fit(rank, world, engine, module)
-    return {**state(module), "calls": len(norms)}
+    return {**weights(module), "calls": len(norms)}
 
 
 def momentum_dropped(rank: int, world: int, engine: str, how: str) -> dict[str, Any]:
@@ -363,7 +364,7 @@ def momentum_dropped(rank: int, world: int, engine: str, how: str) -> dict[str, 
 
     module = Dropped()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def swapped_optimizer(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -379,7 +380,7 @@ def swapped_optimizer(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Swapped()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def regrouped(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -393,7 +394,7 @@ def regrouped(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Regrouped()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def momentum_read(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -410,7 +411,7 @@ def momentum_read(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Read()
     fit(rank, world, engine, module, max_epochs=2)
-    return {**state(module), "read": read}
+    return {**weights(module), "read": read}
 
 
 def head_reset(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -424,7 +425,7 @@ def head_reset(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Reset()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 @pytest.mark.stock_ddp("gradients_of_gradients", "balanced", "stale")

@@ -21,19 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.ranks.kit import weights
 from tests.ranks.strangers.kit import ENGINES, everyone, refusal, trainer
-from tests.ranks.strangers.more_kit import (
-    BATCH,
-    DIVIDED,
-    Small,
-    batches,
-    fit,
-    numbers,
-    right,
-    right_or_refused,
-    state,
-    unused,
-)
+from tests.ranks.strangers.more_kit import BATCH, DIVIDED, Small, batches, fit, numbers, right, right_or_refused, unused
 
 
 def weights_of_classes(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -54,7 +44,7 @@ def weights_of_classes(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Weighted()
     fit(rank, world, engine, module, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def frozen_statistics(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -82,7 +72,7 @@ def frozen_statistics(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Frozen()
     fit(rank, world, engine, module, val=batches(numbers(), world, sampler=None), max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def buffer_outside_of_checkpoints(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -111,7 +101,7 @@ def buffer_outside_of_checkpoints(rank: int, world: int, engine: str) -> dict[st
 
     module = Tabled()
     fit(rank, world, engine, module, max_epochs=2)
-    return {**state(module), "table": module.net[3].table.clone(), "scale": module.scale.clone()}
+    return {**weights(module), "table": module.net[3].table.clone(), "scale": module.scale.clone()}
 
 
 def counted_confusion(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -178,7 +168,7 @@ def moving_loss_in_a_buffer(rank: int, world: int, engine: str) -> dict[str, Any
     module = Smoothed()
     fit(rank, world, engine, module)
     told = everyone(float(module.smooth)) if world > 1 else [float(module.smooth)]
-    kept = {k: v for k, v in state(module).items() if k != "smooth"}
+    kept = {k: v for k, v in weights(module).items() if k != "smooth"}
     return {**kept, "near": all(0.01 < value < 1.5 for value in told)}
 
 
@@ -211,7 +201,7 @@ def keys_of_a_checkpoint(rank: int, world: int, engine: str) -> dict[str, Any]:
     fits = trainer(rank, world, engine, DIVIDED, max_epochs=2, **keep())
     fits.fit(module, batches(numbers(), world), ckpt_path="last")
     first = everyone(first)[0] if world > 1 else first
-    return {**state(module), **first, "mine": facts["mine"], "step": fits.global_step}
+    return {**weights(module), **first, "mine": facts["mine"], "step": fits.global_step}
 
 
 def best_of_a_fit(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -317,7 +307,7 @@ def sorted_sentences(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Recurrent()
     loader = batches(data, world, collate_fn=padded)
     fits = fit(rank, world, engine, module, loader, max_epochs=2)
-    return {**state(module), "loss": fits.callback_metrics["loss"]}
+    return {**weights(module), "loss": fits.callback_metrics["loss"]}
 
 
 def reentrant_checkpoint(rank: int, world: int, engine: str, reentrant: bool) -> dict[str, Any]:
@@ -341,7 +331,7 @@ def reentrant_checkpoint(rank: int, world: int, engine: str, reentrant: bool) ->
 
     module = Saving()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def views_after_transfer(rank: int, world: int, engine: str, before: bool) -> dict[str, Any]:
@@ -360,7 +350,7 @@ def views_after_transfer(rank: int, world: int, engine: str, before: bool) -> di
 
     module = Doubled()
     fit(rank, world, engine, module)
-    return state(module)
+    return weights(module)
 
 
 def two_branches(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -381,7 +371,7 @@ def two_branches(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Branched()
     unused(rank, world, engine, max_epochs=2).fit(module, batches(numbers(), world))
-    return state(module)
+    return weights(module)
 
 
 def more_epochs(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -397,7 +387,7 @@ def more_epochs(rank: int, world: int, engine: str) -> dict[str, Any]:
 
     module = Longer()
     fits = fit(rank, world, engine, module)
-    return {**state(module), "step": fits.global_step, "epoch": fits.current_epoch}
+    return {**weights(module), "step": fits.global_step, "epoch": fits.current_epoch}
 
 
 def last_batches(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -436,7 +426,7 @@ def stream_with_a_length(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Small()
     loader = DataLoader(Rows(rank, world), batch_size=BATCH // world)
     fits = fit(rank, world, engine, module, loader, max_epochs=2)
-    return {**state(module), "step": fits.global_step}
+    return {**weights(module), "step": fits.global_step}
 
 
 class Modular(LightningDataModule):
@@ -470,7 +460,7 @@ def hooks_of_a_datamodule(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Scales()
     fits = trainer(rank, world, engine, DIVIDED, max_epochs=2)
     fits.fit(module, datamodule=Modular(world))
-    return state(module)
+    return weights(module)
 
 
 def kept_workers(rank: int, world: int, engine: str) -> dict[str, Any]:
@@ -485,7 +475,7 @@ def kept_workers(rank: int, world: int, engine: str) -> dict[str, Any]:
         multiprocessing_context="fork",
     )
     fit(rank, world, engine, module, loader, max_epochs=2)
-    return state(module)
+    return weights(module)
 
 
 def first_of_worker(worker: int) -> None:
