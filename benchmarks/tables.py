@@ -87,6 +87,7 @@ def seeds(results: Results) -> str:
     spread = results["ddp: accuracy, standard deviation over seeds"]
     of = {"mean": "{:+.2f}", "standard error": "{:.2f}", "worst seed": "{:+.1f}"}
     mean, error, worst = (results.text(f"hetero_stale: accuracy to DDP's, {what}", form) for what, form in of.items())
+    mean = mean.replace("-0.00", "0.00")
     fast = [results.text(f"hetero_{engine}: speed-up over DDP", "{:.2f}") for engine in ("balanced", "stale")]
     return _joined(
         "*fit s* holds everything: start-up, the first steps with equal shares, validation. Accuracy varies from seed"
