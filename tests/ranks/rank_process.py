@@ -86,9 +86,9 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection,
         del outcome  # and what its traceback holds
         control.recv_bytes()
         _leave_group()
+        _forget_groups()
         # On all ranks now: a fit that failed leaves groups as garbage. Whose destructor finds a collective under way
         # waits for it, up to the group's timeout, or until the other end is destroyed; in a later job it would hang.
-        _forget_groups()
         search_rarely()
         os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
         os.environ.clear()
@@ -173,8 +173,8 @@ def _no_threads_left(rank: int) -> Iterator[None]:
 
 
 def _forget_groups() -> None:
-    """Empties DTensor's caches. They name groups that are gone: the next job's may have the same names. And they hold
-    such groups, each with a thread of gloo that wakes a hundred times a second."""
+    """Empties DTensor's caches. They hold groups that are left: the next job's may have the same names, and each has a
+    thread of gloo that wakes a hundred times a second."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
