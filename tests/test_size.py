@@ -13,7 +13,7 @@ PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 
 # ---- the size of things, which may only fall ----------------------------------------------------------------------
 
-MOST_LINES_OF_CODE = 33_773
+MOST_LINES_OF_CODE = 33_772
 MOST_LINES, MOST_ATTRIBUTES, MOST_ARGUMENTS = 400, 16, 12
 
 
