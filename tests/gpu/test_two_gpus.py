@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from lightning_hetero.pipeline.fit import wires
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays
 from tests.gpu.kit import PRECISIONS, Model, Trained, card_trainer, fit_engine, moved, oracle, weights
 from tests.gpu.ranks import run_card_ranks
@@ -41,15 +42,14 @@ def test_auto_chooses_by_measuring() -> None:
 def connected(rank: int, world: int, plan: str) -> tuple[Trained, list[int]]:
     """Trains, and returns to how many ranks this one has ways of NCCL's."""
     ways: list[int] = []
-    original = wires.DirectWays
+    original = DirectWays.prepare
 
-    def noted(pairs: object, **options: object) -> DirectWays:
-        made = original(pairs, **options)  # type: ignore[arg-type]
+    def noted(made: DirectWays, pairs: Sequence[tuple[int, int]]) -> None:
+        original(made, pairs)
         ways.append(len(made.by_peer))
-        return made
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(wires, "DirectWays", noted)
+        monkeypatch.setattr(DirectWays, "prepare", noted)
         return over_nccl(rank, world, f"pipeline {plan}"), ways
 
 
