@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,9 +114,12 @@ def _screen(folder: str, rank: int) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that the system gives to connections: one of these may be taken again before a rank listens."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _ask(request: Request) -> dict[int, int]:
