@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.e2e.stale.scripts import Ended, Process, collect, free_port, start_rank
+from tests.e2e.stale.scripts import Ended, Process, collect, start_rank
+from tests.ports import free_port
 
 PATIENCE_S = 90.0
 

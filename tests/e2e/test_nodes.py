@@ -19,7 +19,7 @@ from torch import nn
 
 from tests import warm
 from tests.e2e.programs import ROOT, environ, left_in, warm_torchrun
-from tests.e2e.stale.scripts import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(200)
 

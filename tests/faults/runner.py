@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.stale.scripts import free_port
 from tests.faults import namespaces, observe, strangers
 from tests.faults.cells import Cell
 from tests.faults.job import Job
 from tests.faults.judge import Outcome, judge, samples_of, what
 from tests.faults.launchers import start
 from tests.faults.outcomes import Expected, expected
+from tests.ports import free_port
 
 LIMIT_S = 100.0  # of a run, beyond what the table says of the fault
 _TRIES = 3

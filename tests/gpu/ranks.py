@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+from tests.ports import free_port
 from tests.ranks import harness, rank_process
 from tests.ranks.harness import RankEnvironment
 
@@ -83,11 +83,8 @@ def run_card_ranks(
     """
     environment = environment or {}
     pool = harness.pool_of(("cards", world_size, *environment.items()), lambda: _Cards(world_size, environment))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     try:
-        return pool.run(_at, (port, fn, *args), timeout_s)
+        return pool.run(_at, (free_port(), fn, *args), timeout_s)
     except BaseException:
         pool.kill()
         raise

@@ -9,16 +9,15 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import random
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.ports import free_port
 from tests.ranks.harness import RankTimeoutError, RankTracebackError
 from tests.simgpu.rank_process import Answer
 from tests.simgpu.sim.check import check
@@ -73,7 +72,7 @@ def run_sim_ranks(
     with tempfile.TemporaryDirectory(prefix="simgpu-", ignore_cleanup_errors=True) as folder:
         request = Request(
             pickle.dumps((job, args)), world, world if gpus is None else gpus, nccl, asynchronous, serial, folder,
-            _free_port(), timeout_s, list(sys.path), screen,
+            free_port(), timeout_s, list(sys.path), screen,
         )  # fmt: skip
         codes = _ask(request)
         answers: dict[int, Answer] = {}
@@ -111,15 +110,6 @@ def _raise_first(answers: dict[int, Answer], codes: dict[int, int], screens: dic
 def _screen(folder: str, rank: int) -> str:
     file = Path(folder, f"screen-{rank}")
     return file.read_text(errors="replace")[-_SHOWN:] if file.exists() else ""
-
-
-def _free_port() -> int:
-    """Below those that the system gives to connections: one of these may be taken again before a rank listens."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as s, suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 def _ask(request: Request) -> dict[int, int]:

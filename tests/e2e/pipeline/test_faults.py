@@ -11,7 +11,8 @@ import torch
 
 from tests import warm
 from tests.e2e.programs import environ, left_in
-from tests.e2e.stale.scripts import Ended, collect, free_port, start_rank
+from tests.e2e.stale.scripts import Ended, collect, start_rank
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,13 +7,11 @@ Each rank that comes to the end of its training writes what it ended with; the r
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 
 from tests import warm
 from tests.e2e.programs import environ, left_in
+from tests.ports import free_port
 
 TRAIN, VALID, BATCH, EPOCHS = 96, 24, 4, 3
 _LIMIT_S = {False: 60.0, True: 300.0}  # warm and cold: importing takes long on a busy machine
@@ -256,14 +255,6 @@ def launch_externally(folder: Path, ranks: int = 3, **asked: Any) -> Ended:
 def write_script(folder: Path) -> None:
     """Puts the script where the runs are started."""
     (folder / "script.py").write_text(SCRIPT)
-
-
-def free_port() -> int:
-    """Returns a port that nobody listens on, below those that Linux gives to connections: none takes it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)  # tests seed the other
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def start_rank(

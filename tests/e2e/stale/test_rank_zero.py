@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.stale.scripts import Ended, collect, free_port, nothing_left, start_rank, write_script
+from tests.e2e.stale.scripts import Ended, collect, nothing_left, start_rank, write_script
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -17,7 +17,7 @@ from lightning_hetero.base.elastic import admission, join
 from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.members import Members
-from tests.e2e.stale.scripts import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.ranks
 

@@ -25,7 +25,7 @@ from lightning_hetero.base.elastic.admission import Admission
 from lightning_hetero.base.elastic.join import Coming, Invitation, JoiningRank, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.run_store import BoundedStore, RunStore
-from tests.e2e.stale.scripts import free_port
+from tests.ports import free_port
 from tests.ranks.harness import RankEnvironment
 from tests.ranks.kit import Toy, quiet_trainer, regression
 
